@@ -27,8 +27,10 @@ BENCHMARKS = (
     "serving",
     "io",
     "scale",
+    "start",
     "sweep",
     "rl",
+    "rl_several",
 )
 
 

@@ -50,7 +50,7 @@ from tests.support import forked, what_runs  # noqa: E402
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
 TOGETHER = ("tests/clients", "tests/peers", "tests/trackers", "tests/ops/ascendc", "tests/ops/ascendc_model")
 # What takes longest, so that none of it is left at the end.
-FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training")
+FIRST = ("tests/e2e", "tests/ascend_backend", *TOGETHER, "tests/training", "tests/scripts", "tests/test_document")
 # What `-m quick` runs, for each change: these folders and the files beside this one.
 QUICK = ("data/", "files/", "models/", "run/checks/", "run/configs/")
 # What takes ten seconds and more of a core there.
@@ -68,6 +68,7 @@ LONG = (
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
     "tests/training/adalora/test_runs.py::test_two_processes",
     "tests/scripts/test_bench_scale.py",
+    "tests/scripts/test_bench_start.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/exchange/test_ranks.py::test_all_ranks",
@@ -92,6 +93,8 @@ def pytest_configure(config):
     if forked.GRAPHS not in os.environ:
         os.environ[forked.GRAPHS] = tempfile.mkdtemp(prefix="mindlora-test-graphs-")
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ[forked.GRAPHS], ignore_errors=True))
+    # No command of a test keeps its graphs where a user's are.
+    os.environ.setdefault("MINDLORA_GRAPH_CACHE", "")
     config.addinivalue_line("markers", "quick: what a change runs while it is made; tests/conftest.py says which files")
     config.addinivalue_line("markers", "shows: a feature at work; tests/support/what_runs.py has the names")
     config.addinivalue_line("markers", "long: what CI leaves out; tests/conftest.py says which tests")

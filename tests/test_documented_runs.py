@@ -4,13 +4,8 @@ Those of one page run in their order in one folder, so that what one writes the 
 """
 
 import os
-import re
 import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 
 import httpx
 import pytest
@@ -18,6 +13,7 @@ import pytest
 from mindlora import cli
 from tests.conftest import ROOT
 from tests.support import documented_worlds, forked
+from tests.support.served_llama import serving
 from tests.test_documented_commands import LEFT_OPEN, PAGES, commands_of
 
 # Commands that work on files alone, and run in this process.
@@ -132,21 +128,9 @@ def run_here(words, typed, folder):
 
 
 def serve_here(words, folder):
-    """Runs a server until it is ready, asks it for its health, and ends it; returns as run_here."""
-    command = [sys.executable, "-m", PROGRAMS[words[0]], *words[1:]]
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as server:
-        timer = threading.Timer(250, server.kill)
-        timer.start()
-        lines = []
-        for line in server.stderr:
-            lines.append(line)
-            found = re.search(r" at (http://\S+)$", line)
-            if found:
-                assert httpx.get(f"{found[1]}/health", timeout=60).status_code == 200
-                server.send_signal(signal.SIGTERM)
-        timer.cancel()
-    return server.returncode, "".join(lines)[-1500:]
+    """Runs a server until it is ready, and asks it for its health; ends it, which it has to do with exit code 0."""
+    with serving(str(folder), source=words[2:]) as server:
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("document", WITH_A_MODEL)
@@ -155,7 +139,7 @@ def test_commands_with_a_model_are_done(document, page):
     for words in commands(document):
         given = placed(words, page, written)
         if words[:2] == ["mindlora", "serve"]:
-            code, errors = serve_here([*given, "--port", "0"], page)
-        else:
-            code, errors = run_here(given, typed, page)
+            serve_here(given, page)
+            continue
+        code, errors = run_here(given, typed, page)
         assert code == 0, f"{document}: {shlex.join(words)}\n{errors}"

@@ -20,7 +20,7 @@ from mindlora.cli import main
 from mindlora.run.checks.pet_config import PetLoraConfig
 from tests.conftest import ROOT
 
-PATTERNS = ("README*.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.md", "ops/*/README.md")
+PATTERNS = ("README*.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.md", "ops/*/README.md")
 DOCUMENTS = sorted(path for pattern in PATTERNS for path in glob.glob(pattern, root_dir=ROOT, recursive=True))
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 # Relative to the top of the checkout; <...> and * mark where a name varies.

@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace, interrupts: Interrupts) -> None:
         form = prompt_form(arguments, engine.tokenizer, chat=True)
         first = adapters.chosen[0] if adapters.chosen else None
         dialogue = Dialogue(engine, form, sampling, first, arguments.system, arguments.max_tokens)
-        start(engine, scores=False)
+        start(engine, scores=False, adapters=bool(adapters.registry.names()))
         say(f"prompts: {form.title}; {first or 'the base'} answers; /help lists the commands")
         if not form.takes_conversations:
             say("such a prompt holds one message: earlier ones are not seen")

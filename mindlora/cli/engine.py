@@ -79,6 +79,12 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
         "given repeatedly",
     )
     parser.add_argument("--verbose", action="store_true", help="print MindFormers' log on standard error")
+    parser.add_argument(
+        "--no-graph-cache",
+        action="store_true",
+        help="compile anew: by default compiled graphs are kept for later starts on a CPU, in ~/.cache/mindlora/graphs "
+        "or the folder that MINDLORA_GRAPH_CACHE names",
+    )
     sizes = parser.add_argument_group("sizes")
     for name, text in _SIZES:
         note = f" (default: {defaults[name]})" if name in defaults else ""
@@ -271,6 +277,7 @@ def build(
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()
+        _place_graphs(arguments.no_graph_cache)
         from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
@@ -280,6 +287,18 @@ def build(
     if engine.runner.rounds and "product_dtype" not in sizes:
         say("linear layers multiply in bfloat16, which is faster here; in float32 with --product-dtype float32")
     return engine
+
+
+def _place_graphs(nowhere: bool) -> None:
+    """Decides where compiled graphs are kept for later starts: where the user says, else in the user's cache folder."""
+    from mindlora.network.graph_cache import VARIABLE, home_folder
+
+    if nowhere:
+        os.environ[VARIABLE] = ""
+    elif VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(home_folder())
+        if not home_folder().exists():
+            say(f"compiled graphs are kept in {home_folder()} for later starts (--no-graph-cache keeps none)")
 
 
 def prepare_imports() -> None:

@@ -115,7 +115,8 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
             requests.append(_request(arguments, engine, form, sampling, which, prompt))
         # All prompts may be read in one step.
         tokens = len(asked) * sum(len(prompt) for prompt, _ in requests)
-        start(engine, many_tokens=not takes_few(tokens, decodes=False), scores=False)
+        many_tokens = not takes_few(tokens, decodes=False)
+        start(engine, many_tokens=many_tokens, scores=False, adapters=bool(adapters.chosen))
         say(f"prompts: {form.title}")
         live = count == 1 and not arguments.json and arguments.stdout.isatty()
         report = _answered(engine, form.title, prompts, requests, asked, arguments.stdout if live else None)

@@ -35,7 +35,8 @@ class SweepReport:
         yaml (str): The YAML of the run, with all adapters.
         page (str): The page that compares them; empty if the run has failed.
         adapters (tuple of str): Their names, which are those of their folders.
-        best (str): The adapter with the smallest held-out loss; empty if none was measured.
+        best (str): The adapter with the smallest held-out loss, or the largest held-out reward; empty if none was
+            measured.
         exit_code (int): That of mindlora-run.
     """
 
@@ -50,7 +51,10 @@ class SweepReport:
             return f"{self.yaml}: the run has failed."
         folder = os.path.dirname(self.page)
         if not self.best:
-            return f"{self.page}: {', '.join(self.adapters)}. Add HeldOutLoss to callbacks to know which is best."
+            return (
+                f"{self.page}: {', '.join(self.adapters)}. Add HeldOutLoss to callbacks, or held_out_prompts to rl, to "
+                "know which is best."
+            )
         return f"{self.page}\nbest: {self.best}, in {os.path.join(folder, self.best)}"
 
 

@@ -38,10 +38,10 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Optional[float]) -> str:
-    """Returns a whole number in full, any other with four significant digits, and - for None."""
+    """Returns whole numbers and those of 10,000 to a billion in full, others with four digits, and - for None."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+    return f"{value:.0f}" if float(value).is_integer() or 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _ending(text: str, room: int) -> str:

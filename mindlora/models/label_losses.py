@@ -91,9 +91,9 @@ def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
 
 
 # What Head.run says of a train step of MindFormers' own, which makes the gradients, but of that of the semi-automatic
-# parallel mode, and what Head.cell says of heads that are divided there.
+# parallel mode, and what Head.cell says of heads that are divided there: their devices would drop other elements.
 OTHER_STEP = "the train step is MindFormers' own"
-DIVIDED_ADAPTER = "has an adapter and is divided among devices"
+DIVIDED_DROPOUT = "has an adapter with lora_dropout and is divided among devices"
 
 
 class Head(NamedTuple):
@@ -106,7 +106,7 @@ class Head(NamedTuple):
         model (str): What the model is called.
         is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
         cell (str): What of the head keeps the logits whole, such as "has a bias"; "" if nothing does.
-        predicts_several (bool): Whether the model predicts several tokens (num_nextn_predict_layers).
+        predicts_several (bool): Whether it is a PyNative model that predicts several tokens (num_nextn_predict_layers).
         key (str): IN_GRAPH_MODE or IN_PYNATIVE, which has the setting.
     """
 
@@ -115,7 +115,7 @@ class Head(NamedTuple):
     model: str
     is_known: bool
     cell: str
-    predicts_several: bool
+    predicts_several: bool = False
     key: str = IN_GRAPH_MODE
 
     @property

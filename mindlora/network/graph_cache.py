@@ -6,6 +6,8 @@ graph at a time, under the number that it is about to ask for.
 """
 
 import atexit
+import contextlib
+import ctypes
 import enum
 import functools
 import hashlib
@@ -35,6 +37,10 @@ VARIABLE = "MINDLORA_GRAPH_CACHE"
 # MindSpore reads these whenever it compiles.
 _SWITCH, _PLACE = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"
 _HASH = "compile_dependency.hash"
+# Bytes of graphs in the user's own folder, beyond which those that were used longest ago go.
+HOME_BYTES = 256 * 2**20
+# MindSpore's log levels, one for each part of its libraries, and the part that reads graphs.
+_LOG_LEVELS, _CORE, _NOTHING = "_ZN9mindspore25g_ms_submodule_log_levelsE", 1, 5
 # What MindSpore notes in every cell: numbers of this process, and what it found out while it compiled.
 _BOOKKEEPING = {
     *("_create_time", "_id", "_compile_cache", "_phase_cache", "_compile_phase", "compile_phase"),
@@ -64,6 +70,12 @@ class CompiledOnce(nn.Cell):
             cache.compile(self, (*args, *kwargs.items()), functools.partial(super().compile, *args, **kwargs))
 
 
+def home_folder() -> pathlib.Path:
+    """Returns the folder of graphs in the user's cache folder, by XDG_CACHE_HOME or ~/.cache."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(caches) / "mindlora" / "graphs"
+
+
 def graph_cache() -> Optional["GraphCache"]:
     """Returns this process's cache of graphs; None where the variable MINDLORA_GRAPH_CACHE names no folder.
 
@@ -85,7 +97,8 @@ def _cache_in(folder: str, process: int) -> Optional["GraphCache"]:
         logger.warning("%s has no effect with MindSpore %s. Unset it.", VARIABLE, ms.__version__)
         return None
     try:
-        return GraphCache(pathlib.Path(folder))
+        at_home = pathlib.Path(folder) == home_folder()
+        return GraphCache(pathlib.Path(folder), HOME_BYTES if at_home else None)
     except OSError as error:
         logger.warning("%s has no effect: %s. Name a folder that can be written to.", VARIABLE, error)
         return None
@@ -97,11 +110,15 @@ class GraphCache:
     Args:
         folder (Path): The folder, made where it is missing; processes can share it. Each graph is a file in it, called
             by its key. Any of them may be deleted at any time.
+        limit (int): Bytes of its files, beyond which those that were used longest ago are deleted. Default: None, all
+            are kept.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, limit: Optional[int] = None):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._limit = limit
+        self._log_levels = _log_levels()
         self._own = pathlib.Path(tempfile.mkdtemp(prefix="mindlora-graphs-"))
         atexit.register(shutil.rmtree, self._own, ignore_errors=True)
         self._place = self._own / "rank_0" / "graph_cache"
@@ -127,7 +144,8 @@ class GraphCache:
         """Calls ``compile_cell``, which compiles a cell for some arguments or finds that it was, by the cache."""
         self._asked = cell, arguments
         try:
-            compile_cell()
+            with self._levels_kept():
+                compile_cell()
             if self._kept:
                 self._after_compiling(self._kept)
         finally:
@@ -162,8 +180,24 @@ class GraphCache:
             shutil.copyfile(kept, self._file())
         except FileNotFoundError:
             self._file().touch()
-            logger.info("%s lacks this graph: MindSpore says that it cannot be loaded, and compiles it.", self._folder)
+            logger.info("%s lacks this graph, which is compiled.", self._folder)
+            if self._log_levels is not None:
+                # MindSpore would log errors about the empty file.
+                self._log_levels[_CORE] = _NOTHING
+        with contextlib.suppress(OSError):
+            # When it was used last, unless it is missing or another user's.
+            os.utime(kept)
         self._shown_at = self._file().stat().st_mtime_ns
+
+    @contextlib.contextmanager
+    def _levels_kept(self):
+        """Gives MindSpore its log levels back."""
+        before = None if self._log_levels is None else self._log_levels[_CORE]
+        try:
+            yield
+        finally:
+            if self._log_levels is not None:
+                self._log_levels[_CORE] = before
 
     def _after_compiling(self, kept: pathlib.Path) -> None:
         """Keeps the graph that was compiled, unless it is the one that MindSpore was shown."""
@@ -174,11 +208,31 @@ class GraphCache:
                     shutil.copyfile(file, unfinished)
             except OSError as error:
                 logger.warning("A compiled graph is not kept: %s. Make room in %s.", error, self._folder)
+            self._delete_beyond_limit()
         elif self._shown_at:
             logger.info("A compiled graph was taken from %s.", kept)
 
+    def _delete_beyond_limit(self) -> None:
+        if self._limit is None:
+            return
+        room = self._limit
+        with contextlib.suppress(OSError):
+            states = [(path, path.stat()) for path in self._folder.glob("*.mindir")]
+            for path, state in sorted(states, key=lambda entry: entry[1].st_mtime_ns, reverse=True):
+                room -= state.st_size
+                if room < 0:
+                    path.unlink(missing_ok=True)
+
     def _file(self) -> pathlib.Path:
         return self._place / f"compile_cache_{self._number}.mindir"
+
+
+def _log_levels() -> Any:
+    """Returns MindSpore's log levels, an array that it reads; None where its library has none of that name."""
+    library = os.path.join(os.path.dirname(ms.__file__), "lib", "libmindspore_core.so")
+    with contextlib.suppress(OSError, ValueError):
+        return (ctypes.c_int * (_CORE + 1)).in_dll(ctypes.CDLL(library), _LOG_LEVELS)
+    return None
 
 
 class NoKeyError(Exception):

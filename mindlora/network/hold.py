@@ -39,8 +39,8 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     """
     if ms.get_context("device_target") != "CPU":
         raise ConfigError(
-            f"quantize_base is as_stored, but the device is {ms.get_context('device_target')}, for which no operator "
-            f"multiplies by integers. {ADVICE}"
+            f"quantize_base (--quantize-base) is as_stored, but the device is {ms.get_context('device_target')}, for "
+            f"which no operator multiplies by integers. {ADVICE}"
         )
     tree = Tree(network)
     forms = held_forms(network, path)
@@ -61,7 +61,8 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
         if missing:
             refused.append(f"{listed(missing)}: there is no linear cell of that name")
         raise UnsupportedCellError(
-            f"quantize_base is as_stored, but cells cannot hold their weights so. {'; '.join(refused)}. {ADVICE}"
+            f"quantize_base (--quantize-base) is as_stored, but cells cannot hold their weights so. "
+            f"{'; '.join(refused)}. {ADVICE}"
         )
     made = {
         id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()

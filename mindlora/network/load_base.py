@@ -5,7 +5,7 @@ import os
 from typing import Dict, List, Set, Tuple
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, nn
 
 from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
@@ -21,7 +21,7 @@ from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, LEGACY, Architecture
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked import StackedLoRADense
-from mindlora.network.tensors import to_tensor
+from mindlora.network.tensors import as_tensor
 from mindlora.network.tree import lora_cells, saved_module_parameters
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
@@ -117,8 +117,11 @@ def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) 
 
 def _parameters_of_base(network: nn.Cell) -> Dict[str, Parameter]:
     others = {parameter.name for parameter in saved_module_parameters(network) if not parameter.has_init}
-    stacked = [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
-    for cell in (*(cell for _, cell in lora_cells(network)), *stacked):
+    cells = [cell for _, cell in lora_cells(network)]
+    for cell in cells:
+        others.update(parameter.name for parameter in cell.shared_parts().values())
+    cells += [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
+    for cell in cells:
         others.update(parameter.name for parameter in cell.lora_parameters())
     return {
         parameter.name: parameter
@@ -175,12 +178,9 @@ def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
     array = tensor.rows(0, tensor.row_count).reshape(tensor.shape)
     if not _is_packed(parameter) and array.dtype != _NUMPY[str(parameter.dtype)]:
         array = from_float32(to_float32(array), _NUMPY[str(parameter.dtype)])
-    if array.dtype == BFLOAT16:
-        parameter.set_data(to_tensor(array))
-    else:
-        # The tensor takes over the array's memory: it is this function's alone, mapped, or copied here.
-        value = Tensor.from_numpy(np.require(array, requirements=("C", "W", "A")))
-        parameter.set_data(value, slice_shape=value.shape != parameter.shape)
+    # The tensor takes over the array's memory: it is this function's alone, mapped, or copied here.
+    value = as_tensor(array)
+    parameter.set_data(value, slice_shape=value.shape != parameter.shape)
 
 
 def _has_smaller_groups(parameter: Parameter, tensor: OutputTensor) -> bool:

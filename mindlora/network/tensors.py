@@ -2,15 +2,27 @@
 
 import mindspore as ms
 import numpy as np
+from mindspore.common import np_dtype
 
-from mindlora.core.numerics.dtypes import BFLOAT16, to_float32
+from mindlora.core.numerics.dtypes import BFLOAT16
 
 
 def to_tensor(array: np.ndarray) -> ms.Tensor:
-    """Returns ``array`` as a MindSpore tensor of the same dtype."""
-    if array.dtype == BFLOAT16:
-        return ms.Tensor(to_float32(array), ms.bfloat16)
-    return ms.Tensor(np.ascontiguousarray(array))
+    """Returns a copy of ``array`` as a MindSpore tensor of the same dtype."""
+    return ms.Tensor(np.ascontiguousarray(_for_mindspore(array)))
+
+
+def as_tensor(array: np.ndarray) -> ms.Tensor:
+    """Returns a MindSpore tensor of the same dtype in the memory of ``array``.
+
+    An array that is not contiguous, not aligned or cannot be written to is copied.
+    """
+    return ms.Tensor.from_numpy(np.require(_for_mindspore(array), requirements=("C", "W", "A")))
+
+
+def _for_mindspore(array):
+    # MindSpore has a bfloat16 of its own for NumPy, of the same bits.
+    return array.view(np_dtype.bfloat16) if array.dtype == BFLOAT16 else array
 
 
 def to_array(tensor: ms.Tensor) -> np.ndarray:
@@ -21,5 +33,4 @@ def to_array(tensor: ms.Tensor) -> np.ndarray:
 
 def fill(parameter: ms.Parameter, value: float) -> None:
     """Sets every element of a parameter to the same value."""
-    # from_numpy shares the array, whereas Tensor would copy it.
-    parameter.set_data(ms.Tensor.from_numpy(np.full_like(parameter.asnumpy(), value)))
+    parameter.set_data(as_tensor(np.full_like(parameter.asnumpy(), value)))

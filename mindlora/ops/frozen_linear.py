@@ -2,7 +2,7 @@
 
 from typing import Callable, Tuple
 
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 from mindspore.ops.primitive import constexpr
 
@@ -149,6 +149,26 @@ class FrozenRows(OperatorCell):
         check_fixed_dtypes(self.op, self.path, ("ids",), (ids.dtype,), (mstype.int32,))
         _check_weight(self.op, self.path, weight.dtype, False)
         return self.kernel(ids, weight, self.like)
+
+
+class FrozenGather(nn.Cell):
+    """FrozenRows with the arguments of MindSpore's Gather, for cells that call it.
+
+    Inputs:
+        - **weight** (Tensor) - Shape [N, K], bfloat16 or float16.
+        - **ids** (Tensor) - Any shape, int32, each from 0 to N - 1.
+        - **axis** (int) - 0.
+
+    Outputs:
+        Tensor of the shape of ids and K, float32.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows = FrozenRows()
+
+    def construct(self, weight: Tensor, ids: Tensor, axis: int) -> Tensor:
+        return self.rows(ids, weight)
 
 
 @constexpr

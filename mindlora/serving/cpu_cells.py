@@ -10,6 +10,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.network.serving.multi_lora_dense import JoinsLinears
 from mindlora.network.tree import replace_children
+from mindlora.ops.frozen_linear import FrozenGather
 from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 
@@ -138,7 +139,7 @@ class CpuSplit(nn.Cell):
 
 def use_cpu_operators(network: nn.Cell) -> None:
     """Replaces cells of a MindFormers network that has a paged cache, in place."""
-    from mindformers.models.llama.llama_layer import LlamaFeedForward
+    from mindformers.models.llama.llama_layer import LlamaEmbedding, LlamaFeedForward
     from mindformers.models.llama.llama_transformer import LLamaAttention
 
     replaced = {}
@@ -149,6 +150,8 @@ def use_cpu_operators(network: nn.Cell) -> None:
             name = cell.weight.name
             cell.rms_norm = CpuRmsNorm(cell)
             cell.weight.name = name  # a cell that is put into another gives its parameters new names
+        elif type(cell) is LlamaEmbedding and cell.embedding_weight.dtype != mstype.float32:
+            cell.gather = FrozenGather()
         if hasattr(cell, "w_qkv"):
             cell.split_qkv = CpuSplit()
         elif hasattr(cell, "w_gate_hidden"):

@@ -149,7 +149,7 @@ class Engine:
         self._drafted_tokens = self._accepted_tokens = 0
         adapters.memory.on_ready = lambda name: self._wake()
 
-    def start(self, many_tokens: bool = True, scores: bool = True) -> "Engine":
+    def start(self, many_tokens: bool = True, scores: bool = True, adapters: bool = True) -> "Engine":
         """Begins to serve: compiles the graphs, and returns when the first request can be taken.
 
         Raises ServingError if the network cannot compute a step.
@@ -157,8 +157,9 @@ class Engine:
         Args:
             many_tokens (bool): Whether steps of many tokens are expected. If not, the first of them compiles its graph.
             scores (bool): The same of prompts whose tokens are scored.
+            adapters (bool): The same of requests that name an adapter.
         """
-        self._warm_up = functools.partial(self.runner.warm_up, many_tokens, scores)
+        self._warm_up = functools.partial(self.runner.warm_up, many_tokens, scores, adapters)
         self._thread.start()
         while not self._ready.wait(0.1):
             if not self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""An engine over a network in training: it has that network's weights, not copies, and its adapter as it is now."""
+"""An engine over a network in training: it has that network's weights, not copies, and its adapters as they are now."""
 
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
@@ -31,7 +31,7 @@ from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.packed_adapter import Block, PackedAdapter
 from mindlora.serving.settings import EngineSettings
 
-# By which requests ask for the adapter that trains.
+# By which requests ask for the adapter that trains, where there is one.
 TRAINED = "trained"
 # The joined cells of a served mcore network, and the cell of Hugging Face's whose name tells theirs in training.
 _JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": ("gate_proj", "gating", "linear_fc1")}
@@ -40,13 +40,14 @@ _JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": (
 class TrainedEngine:
     """An engine for the model that a network trains, in the same process, with one copy of the weights.
 
-    Its own are the key-value cache and the slots of each pool. Requests for the adapter TRAINED get it as it was when
-    ``publish`` was called last, None gets the base, and other names get adapters of files, which are joined and checked
-    as load_lora does it on the network in training. While the engine has requests, training computes in turns
+    Its own are the key-value cache and the slots of each pool. Requests for an adapter that trains get it as it was
+    when ``publish`` was called last, None gets the base, and other names get adapters of files, which are joined and
+    checked as load_lora does it on the network in training. While the engine has requests, training computes in turns
     (Engine.turns).
 
     Args:
-        network (Cell): MindFormers' model in training, with plain LoRA on linear cells; its weights have been loaded.
+        networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells: the adapter of that
+            name. All have the same parameters for the base, and its weights have been loaded.
         model (mapping): The node ``model`` of its YAML.
         tokenizer: As load_tokenizer returns it.
         settings (EngineSettings): The engine's sizes.
@@ -60,34 +61,42 @@ class TrainedEngine:
 
     def __init__(
         self,
-        network: nn.Cell,
+        networks: Mapping[str, nn.Cell],
         model: Mapping[str, Any],
         tokenizer: Any,
         settings: EngineSettings,
         adapters: Optional[Mapping[str, str]] = None,
     ):
-        # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
-        network.init_parameters_data()
+        for network in networks.values():
+            # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
+            network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
-        quantized = _quantize_as(served, network)
-        share_base(served, network)
-        in_training = _linear_cells_by_weight(network)
+        first = next(iter(networks.values()))
+        quantized = _quantize_as(served, first)
+        share_base(served, first)
+        in_training = {name: _linear_cells_by_weight(network) for name, network in networks.items()}
+        of_first = next(iter(in_training.values()))
         linear: Dict[str, nn.Cell] = {}
         trained: Dict[str, nn.Cell] = {}
+        self._adapted: Dict[str, Dict[str, LoRACell]] = {name: {} for name in networks}
         for path, cell in linear_cells(served).items():
+            weight = id(weight_of(cell))
             # A tied head has the embedding's weight, and takes no adapter.
-            path, there = in_training.get(id(weight_of(cell)), (path, None))
+            path, there = of_first.get(weight, (path, None))
             linear[path] = cell
             if there is not None:
                 trained[path] = there
-        self._adapted: Dict[str, LoRACell] = {
-            path: cell for path, cell in trained.items() if isinstance(cell, LoRACell)
-        }
-        _check_published(network, self._adapted)
+            for name, cells in in_training.items():
+                own = cells[weight][1] if weight in cells else None
+                if isinstance(own, LoRACell):
+                    self._adapted[name][path] = own
+        for name, network in networks.items():
+            _check_published(network, self._adapted[name])
         registry = AdapterRegistry(paths=adapters)
-        registry.publish(TRAINED)
+        for name in networks:
+            registry.publish(name)
         # How joined cells order their rows, the network in training tells.
-        shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(network, trained).items()}
+        shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(first, trained).items()}
         fingerprint = fingerprints_of(trained)
         cells = ServedCells(linear, shapes, [fingerprint])
         self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=cells)
@@ -96,18 +105,19 @@ class TrainedEngine:
             loaded = self.engine.adapters.memory.take(name)
             if loaded is not None:
                 _check_base(loaded.packed, fingerprint)
-        self.publish()
+        for name in networks:
+            self.publish(name)
 
-    def publish(self) -> None:
-        """Gives the requests that come from now on the adapter as it is."""
+    def publish(self, name: str = TRAINED) -> None:
+        """Gives the requests for an adapter that trains, and come from now on, the adapter as it is."""
         blocks = {}
-        for path, cell in self._adapted.items():
+        for path, cell in self._adapted[name].items():
             a, b = cell.pair()
             rows = from_float32(np.concatenate([a, b.T], axis=1).astype(np.float32), self.engine.runner.pools.dtype)
             blocks[path] = Block(rows, float(cell.scale))
         nbytes = sum(block.nbytes for block in blocks.values())
         rank = max((len(block.rows) for block in blocks.values()), default=0)
-        self.engine.adapters.memory.publish(TRAINED, PackedAdapter("the adapter that trains", blocks, nbytes, rank))
+        self.engine.adapters.memory.publish(name, PackedAdapter("an adapter that trains", blocks, nbytes, rank))
 
 
 def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:

@@ -91,6 +91,9 @@ class McoreNetwork(nn.Cell):
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
+        if sizes.tied:
+            # Where two operators read a parameter, MindSpore copies it, which it does not do on a CPU in bfloat16.
+            dtypes = dtypes._replace(table=dtypes.compute)
         self.model = Decoder(sizes, settings, dtypes, rows)
         self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
         if sizes.tied:
@@ -113,7 +116,7 @@ class Decoder(nn.Cell):
 
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, rows: Optional[JoinedRows]):
         super().__init__()
-        self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden, dtypes.table)
+        self.embed_tokens = Embedding(sizes.vocabulary, sizes.hidden, dtypes)
         self.layers = nn.CellList([DecoderLayer(sizes, settings, dtypes, rows) for _ in range(sizes.layers)])
         self.norm = Norm(sizes.hidden, sizes.norm_eps, dtypes)
         self.positions = positions_of(sizes, settings, dtypes)
@@ -318,12 +321,12 @@ class Router(nn.Cell):
 class Embedding(nn.Cell):
     """The rows of a table [vocabulary, hidden]."""
 
-    def __init__(self, vocabulary: int, hidden: int, dtype: mstype.Type):
+    def __init__(self, vocabulary: int, hidden: int, dtypes: Dtypes):
         super().__init__()
-        self.weight = _weight(dtype, vocabulary, hidden)
-        self.dtype = dtype
+        self.weight = _weight(dtypes.table, vocabulary, hidden)
+        self.dtype = dtypes.compute
         self.gather = ops.Gather()
-        # A table that is shared with training may be in 16 bits, whose rows MindSpore has no operator for on a CPU.
+        # MindSpore has no operator on a CPU for the rows of a table of 16 bits; training may share one too.
         self.held_rows = FrozenRows() if on_cpu() else None
 
     def construct(self, tokens: Tensor) -> Tensor:

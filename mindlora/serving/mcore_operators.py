@@ -47,8 +47,8 @@ def dtypes_of(model_config: Dict[str, Any]) -> Dtypes:
     On Ascend weights are held as they are multiplied: cast once, and not in each step.
     """
     if on_cpu():
-        wide = mstype.float32
-        return Dtypes(wide, getattr(mstype, dtype_of(model_config, "params_dtype")), wide, wide, wide)
+        wide, held = mstype.float32, getattr(mstype, dtype_of(model_config, "params_dtype"))
+        return Dtypes(wide, held, held, wide, wide)
     compute = getattr(mstype, dtype_of(model_config, "compute_dtype", "bfloat16"))
     norm, rotary = (getattr(mstype, dtype_of(model_config, key)) for key in ("layernorm_compute_dtype", "rotary_dtype"))
     return Dtypes(compute, compute, compute, norm, rotary)

@@ -171,8 +171,8 @@ def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> st
     if mstype.bfloat16 not in held and not any(isinstance(cell, NF4Dense) for cell in cells.values()):
         return (
             f"product_dtype is bfloat16 and the linear cells hold their weights in {held.pop()}: hold them in bfloat16 "
-            "(model.model_config.param_init_type: bfloat16 with embedding_init_type: float32; params_dtype of an mcore "
-            "model) or in NF4, or leave product_dtype out."
+            "(model.model_config.param_init_type: bfloat16; params_dtype of an mcore model) or in NF4, or leave "
+            "product_dtype out."
         )
     return ""
 

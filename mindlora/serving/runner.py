@@ -249,14 +249,16 @@ class ModelRunner:
         self.vocab_size: int = network.config.vocab_size
         self.hidden_size: int = self._embedding.hidden
 
-    def warm_up(self, many_tokens: bool = True, scores: bool = True) -> None:
+    def warm_up(self, many_tokens: bool = True, scores: bool = True, adapters: bool = True) -> None:
         """Compiles graphs before there is any request; pools are left as they were.
 
         Args:
             many_tokens (bool): Whether the graph for steps of many tokens is one of them.
             scores (bool): Whether that for the logits of tokens that are not the last ones is.
+            adapters (bool): Whether that which writes adapters into slots is.
         """
-        self.pools.warm_up()
+        if adapters:
+            self.pools.warm_up()
         one = np.ones(1, np.int32)
         table = np.zeros((1, self.settings.blocks_per_request), np.int32)
         # A token whose key and value no request reads: on a CPU they go to the first block, elsewhere nowhere.

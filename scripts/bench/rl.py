@@ -63,7 +63,11 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
             text = f"{name + ', ' + side:<20}{measured['step']:>9.2f}{measured['sampling']:>12.2f}"
             print(f"{text}{measured['peak'] / GIB:>10.2f}", flush=True)
         ours, theirs, copied = (figures[name][side] for side in SIDES)
-        time, peak, peak_of_two = ours["step"] / theirs["step"], ours["peak"] / theirs["peak"], ours["peak"] / copied["peak"]
+        time, peak, peak_of_two = (
+            ours["step"] / theirs["step"],
+            ours["peak"] / theirs["peak"],
+            ours["peak"] / copied["peak"],
+        )
         print(f"of TRL's: time {time:.2f} (goal {GOALS['time']}), peak {peak:.2f}", flush=True)
         print(f"of TRL's with a second copy: peak {peak_of_two:.2f} (goal {GOALS['peak']})\n", flush=True)
     return {
@@ -94,8 +98,8 @@ def prepare(folder: str, size: Size) -> None:
         file.write(REWARDS)
 
 
-def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
-    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
+def write_yaml(folder: str, steps: int, length: int) -> str:
+    """Writes the YAML of mindlora rl with rows of ``length`` tokens, and returns its path."""
     path = os.path.join(folder, "run.yaml")
     writing = [
         "configs",
@@ -116,6 +120,12 @@ def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
     config["runner_wrapper"]["rl"].update(num_generations=ANSWERS, prompts_per_step=PROMPTS, max_completion_length=NEW)
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file)
+    return path
+
+
+def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
+    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
+    path = write_yaml(folder, steps, length)
     output = tempfile.mkdtemp(dir=folder)
     done = finished([sys.executable, "-m", "mindlora.cli", "rl", path, "--output_dir", output], folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:

@@ -183,12 +183,8 @@ def measure_peft(folder: str, steps: int, dtype: str) -> Dict[str, float]:
 
 def measure_answers(name: str, size: Size, folder: str) -> Dict[str, Dict[str, float]]:
     """Prints and returns seconds and bytes of mindlora generate and of transformers, for one token each."""
-    # Else transformers advises installing PyTorch, which nothing here needs.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from bench.serving_model import tokenizer
-
     base = os.path.join(folder, "base")
-    tokenizer(size.vocabulary).save_pretrained(base)
+    write_tokenizer(base, size)
     words = ["generate", "--model", base, "--prompt", "w3 w4", "--max-tokens", "1", "--seq-length", str(size.tokens)]
     figures = {"generate": answered([sys.executable, "-m", "mindlora.cli", *words], folder)}
     if os.environ.get(PYTHON):
@@ -215,20 +211,28 @@ def timings(began: float, loaded: float, ends: List[float]) -> Dict[str, float]:
 
 
 class Finished(NamedTuple):
-    """When a command began and ended, the peak of its resident memory in bytes, and when it said each of some words."""
+    """A command that has ended.
+
+    Attributes:
+        began, ended (float): When.
+        cpu (float): Seconds of the processor.
+        peak (int): The greatest resident memory in bytes.
+        moments (tuple of float): When it said each of some words.
+    """
 
     began: float
     ended: float
+    cpu: float
     peak: int
     moments: Tuple[float, ...]
 
 
-def finished(command: List[str], folder: str, words: Sequence[str] = ()) -> Finished:
-    """Runs a command; ``words`` are what it says on its way."""
+def finished(command: List[str], folder: str, words: Sequence[str] = (), graphs: str = "") -> Finished:
+    """Runs a command; ``words`` are what it says on its way, ``graphs`` is its folder of graphs, if it has one."""
     moments: Dict[str, float] = {}
     lines: List[str] = []
     began = time.time()
-    environment = {**os.environ, "PYTHONPATH": ROOT}
+    environment = {**os.environ, "PYTHONPATH": ROOT, "MINDLORA_GRAPH_CACHE": graphs}
     # pip compiles what it installs; of a checkout, the first process writes the bytecode.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -242,7 +246,8 @@ def finished(command: List[str], folder: str, words: Sequence[str] = ()) -> Fini
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines)[-4000:]}")
-    return Finished(began, time.time(), usage.ru_maxrss * 1024, tuple(moments[word] for word in words))
+    cpu = usage.ru_utime + usage.ru_stime
+    return Finished(began, time.time(), cpu, usage.ru_maxrss * 1024, tuple(moments[word] for word in words))
 
 
 def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:
@@ -305,6 +310,15 @@ def write_weights(folder: str, size: Size) -> None:
             # The same million numbers again and again: what they are makes no difference here.
             bits = np.full(shape, ones) if len(shape) == 1 else np.resize(drawn, shape)
             file.write(bits.tobytes())
+
+
+def write_tokenizer(folder: str, size: Size) -> None:
+    """Writes a tokenizer beside the weights: a word for each token."""
+    # Else transformers advises installing PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from bench.serving_model import tokenizer
+
+    tokenizer(size.vocabulary).save_pretrained(folder)
 
 
 def hugging_face_config(size: Size) -> Dict[str, Any]:

@@ -61,6 +61,16 @@ DOCUMENTED_BY_MINDFORMERS = {
 }
 
 CLASSIFIER = {"model.arch.type": "LlamaForSequenceClassification", "model.model_config.num_labels": 2}
+QWEN3_CLASSIFIER = {
+    "model.model_config.architectures": "Qwen3ForSequenceClassification",
+    "model.model_config.num_labels": 2,
+}
+MISS = {f"{PET}.use_miss": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
+VERA = {f"{PET}.use_vera": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
+ADALORA = {f"{PET}.use_adalora": True, f"{PET}.lora_rank": None, f"{PET}.init_r": 4, f"{PET}.target_r": 2}
+PISSA = {f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}
+NOISY_RSLORA_PLUS = {f"{PET}.use_rslora": True, f"{PET}.loraplus_lr_ratio": 16.0, f"{PET}.neftune_alpha": 5.0}
+COMPRESSED = {"runner_wrapper.gradient_exchange": "float16"}
 PREFERENCE = {
     "runner_wrapper.preference": {"loss": "dpo"},
     "train_dataset.input_columns": ["input_ids", "labels", "answers", "pairs"],
@@ -76,6 +86,30 @@ MIXTRAL = {
     },
     **parallel(4, 2, expert_parallel=2, use_seq_parallel=True),
 }
+# A dense layer of a DeepSeek-V3, and one that predicts a further token.
+DEEPSEEK_V3 = {
+    f"model.model_config.{key}": value
+    for key, value in {
+        "model_type": "deepseek_v3",
+        "architectures": "DeepseekV3ForCausalLM",
+        "head_dim": None,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 128,
+        "moe_grouped_gemm": True,
+        "num_nextn_predict_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
+    }.items()
+} | {f"{PET}.target_modules": ["linear_proj"]}
 KEEPING_TWO = [{"type": "MFLossMonitor"}, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 2}]
 SEVERAL = [{"name": "slow", "learning_rate": 1e-4}, {"name": "small", "learning_rate": 1e-3, "lora_rank": 4}]
 
@@ -107,6 +141,29 @@ TRAINED = {
     "llama, a head divided by its vocabulary": Row(ranks=8, rows=8, keys=parallel(4, 2, vocab_emb_dp=False)),
     "llama, a divided head that trains": Row(
         ranks=8, rows=8, keys={**parallel(4, 2, vocab_emb_dp=False), f"{PET}.modules_to_save": ["lm_head"]}
+    ),
+    "llama, LoRA on a divided head": Row(
+        ranks=8,
+        rows=8,
+        keys={
+            **parallel(4, 2, vocab_emb_dp=False),
+            f"{PET}.target_modules": ".*wq|.*lm_head",
+            f"{PET}.lora_dropout": 0.0,
+        },
+    ),
+    "qwen3, LoRA on a divided head, which is tied": Row(
+        QWEN3,
+        ranks=8,
+        rows=8,
+        keys={
+            "model.model_config.tie_word_embeddings": True,
+            f"{PET}.target_modules": ["embed_tokens", "lm_head"],
+            f"{PET}.lora_dropout": 0.0,
+            **parallel(4, 2),
+        },
+    ),
+    "deepseek v3, further tokens and a divided head": Row(
+        QWEN3, ranks=8, rows=8, keys={**DEEPSEEK_V3, **parallel(4, 2)}
     ),
     "llama, a pipeline of model parallel 4": Row(ranks=8, rank=7, rows=4, keys=ONE_STAGE_PER_HALF, always=True),
     "llama, optimizer parallel": Row(ranks=8, keys={**SEMI_AUTOMATIC, "parallel.enable_parallel_optimizer": True}),
@@ -158,12 +215,10 @@ TRAINED = {
     ),
     # What data parallel has, on a Llama and on a Qwen3.
     "dora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, saves=False),
-    "miss, data parallel": Row(
-        ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_miss": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
-    ),
-    "pissa, data parallel": Row(
-        ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "pissa", f"{PET}.lora_dropout": 0.0}, values=True
-    ),
+    "miss, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, **MISS}),
+    "qwen3 miss, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, **MISS}),
+    "pissa, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, **PISSA}, values=True),
+    "qwen3 pissa, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, **PISSA}, values=True),
     "qwen3 dora, data parallel": Row(
         QWEN3, ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_dora": True}, values=True, saves=False
     ),
@@ -173,29 +228,25 @@ TRAINED = {
     "qwen3 with experts, data parallel": Row(
         QWEN3_MOE, ranks=8, keys=parallel(mode=0, expert_parallel=1, use_seq_parallel=False)
     ),
-    "compressed exchange, data parallel": Row(
-        ranks=8, keys={**DATA_PARALLEL, "runner_wrapper.gradient_exchange": "float16"}
-    ),
+    "compressed exchange, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, **COMPRESSED}),
+    "qwen3, compressed exchange, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, **COMPRESSED}),
     "accumulation, data parallel": Row(
         ranks=8, rows=32, keys={**DATA_PARALLEL, "runner_config.gradient_accumulation_steps": 2}
     ),
-    "vera, data parallel": Row(
-        ranks=8, keys={**DATA_PARALLEL, f"{PET}.use_vera": True, f"{PET}.lora_alpha": None, f"{PET}.lora_dropout": 0.0}
+    "vera, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, **VERA}),
+    # VeRA's vectors of joined cells have no place in a PEFT folder.
+    "qwen3 vera, data parallel": Row(
+        QWEN3, ranks=8, keys={**DATA_PARALLEL, **VERA, f"{PET}.target_modules": ["o_proj", "down_proj"]}
     ),
-    "adalora, data parallel": Row(
-        ranks=8,
-        keys={
-            **DATA_PARALLEL,
-            f"{PET}.use_adalora": True,
-            f"{PET}.lora_rank": None,
-            f"{PET}.init_r": 4,
-            f"{PET}.target_r": 2,
-        },
-    ),
+    "adalora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, **ADALORA}),
+    "qwen3 adalora, data parallel": Row(QWEN3, ranks=8, keys={**DATA_PARALLEL, **ADALORA}),
     "olora, data parallel": Row(
         ranks=8, keys={**DATA_PARALLEL, f"{PET}.lora_init": "olora", f"{PET}.lora_dropout": 0.0}, values=True
     ),
     "callbacks that control, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}),
+    "qwen3, callbacks that control, data parallel": Row(
+        QWEN3, ranks=8, keys={**DATA_PARALLEL, "callbacks": CONTROLLING}
+    ),
     "alora, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, f"{PET}.alora_invocation_tokens": [5]}),
     "qwen3, noise and tied embeddings": Row(
         QWEN3,
@@ -207,6 +258,10 @@ TRAINED = {
     "answers, data parallel": Row(ranks=8, keys={**DATA_PARALLEL, "callbacks": ANSWERING}, prepare=tokenizer),
     "eva, data parallel": Row(ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
     "loftq, data parallel": Row(QLORA, ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True),
+    "qwen3, eva, data parallel": Row(QWEN3, ranks=8, keys=DATA_PARALLEL, prepare=eva, values=True),
+    "qwen3, loftq, data parallel": Row(
+        "configs/qwen3/qlora_qwen3_8b.yaml", ranks=8, keys=DATA_PARALLEL, prepare=loftq, values=True
+    ),
     "qwen3 on a base in 4 bits, data parallel": Row(
         QWEN3, ranks=8, keys=DATA_PARALLEL, prepare=qwen3_in_4_bits, values=True
     ),
@@ -217,16 +272,10 @@ TRAINED = {
     "answers": Row(ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": ANSWERING}, prepare=tokenizer),
     "answers, qwen3": Row(QWEN3, ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": ANSWERING}, prepare=tokenizer),
     "eva": Row(ranks=8, keys=SEMI_AUTOMATIC, prepare=eva, values=True),
-    "rslora, lora+ and noise": Row(
-        ranks=8,
-        keys={
-            **SEMI_AUTOMATIC,
-            f"{PET}.use_rslora": True,
-            f"{PET}.loraplus_lr_ratio": 16.0,
-            f"{PET}.neftune_alpha": 5.0,
-        },
-    ),
+    "rslora, lora+ and noise": Row(ranks=8, keys={**SEMI_AUTOMATIC, **NOISY_RSLORA_PLUS}),
+    "qwen3, rslora, lora+ and noise": Row(QWEN3, ranks=8, keys={**SEMI_AUTOMATIC, **NOISY_RSLORA_PLUS}),
     "lora-fa": Row(ranks=8, keys={**SEMI_AUTOMATIC, f"{PET}.freeze_lora_a": True}),
+    "qwen3, lora-fa": Row(QWEN3, ranks=8, keys={**SEMI_AUTOMATIC, f"{PET}.freeze_lora_a": True}),
     "accumulation": Row(ranks=8, rows=32, keys={**SEMI_AUTOMATIC, "runner_config.gradient_accumulation_steps": 2}),
     "without clipping": Row(ranks=8, keys={**SEMI_AUTOMATIC, "runner_wrapper.use_clip_grad": False}),
     "callbacks that measure": Row(ranks=8, keys={**SEMI_AUTOMATIC, "callbacks": MEASURING}),
@@ -236,6 +285,7 @@ TRAINED = {
     ),
     "packed rows": Row(ranks=8, data="packed", keys=SEMI_AUTOMATIC),
     "packed rows, data parallel": Row(ranks=8, data="packed", keys=DATA_PARALLEL),
+    "qwen3, packed rows, data parallel": Row(QWEN3, ranks=8, data="packed", keys=DATA_PARALLEL),
     "packed rows by flash attention": Row(
         ranks=8,
         data="packed, with ends",
@@ -249,9 +299,24 @@ TRAINED = {
     "a classifier": Row(
         ranks=8, data="labels of two classes", keys={**SEMI_AUTOMATIC, **CLASSIFIER, "callbacks": callbacks(HELD_OUT)}
     ),
+    "qwen3, a classifier, data parallel": Row(
+        QWEN3,
+        ranks=8,
+        data="labels of two classes",
+        keys={**DATA_PARALLEL, **QWEN3_CLASSIFIER, "callbacks": callbacks(HELD_OUT)},
+    ),
     # What is alone or in data parallel.
     "dpo, data parallel": Row(
         ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}
+    ),
+    "qwen3, dpo, data parallel": Row(
+        QWEN3, ranks=8, data="pairs", keys={**DATA_PARALLEL, **PREFERENCE, "callbacks": callbacks(HELD_OUT)}
+    ),
+    "qwen3, several adapters": Row(
+        QWEN3,
+        rows=2,
+        keys={f"{PET}.adapters": SEVERAL, f"{PET}.lora_dropout": 0.0, "callbacks": KEEPING_TWO},
+        values=True,
     ),
     "several adapters": Row(rows=2, keys={f"{PET}.adapters": SEVERAL, "callbacks": KEEPING_TWO}, values=True),
     "adapters on experts": Row(
@@ -296,7 +361,7 @@ REFUSED = {
     ),
     "compressed exchange, semi-automatic": Row(
         ranks=8,
-        keys={**SEMI_AUTOMATIC, "runner_wrapper.gradient_exchange": "float16"},
+        keys={**SEMI_AUTOMATIC, **COMPRESSED},
         refused="gradients are compressed only between ranks that each hold the whole adapter",
     ),
     "adalora, semi-automatic": Row(
@@ -320,7 +385,6 @@ REFUSED = {
         keys={**MIXTRAL, f"{PET}.target_modules": "all-linear"},
         refused="Linear holds 4 experts; LoRA on expert weights is not supported",
     ),
-    "packed rows of a qwen3": Row(QWEN3, rows=2, data="packed", refused="only MindFormers' LlamaForCausalLM"),
 }
 
 
@@ -335,24 +399,38 @@ SHOWN = {
     "dora, data parallel": ["dora"],
     "qwen3 dora, data parallel": ["dora"],
     "miss, data parallel": ["miss"],
+    "qwen3 miss, data parallel": ["miss"],
     "vera, data parallel": ["vera"],
+    "qwen3 vera, data parallel": ["vera"],
     "adalora, data parallel": ["adalora"],
+    "qwen3 adalora, data parallel": ["adalora"],
     "pissa, data parallel": ["pissa"],
+    "qwen3 pissa, data parallel": ["pissa"],
     "alora, data parallel": ["alora"],
     "qwen3 alora, data parallel": ["alora"],
     "lora-fa": ["lora_fa"],
+    "qwen3, lora-fa": ["lora_fa"],
     "rslora, lora+ and noise": ["rslora", "lora_plus", "neftune"],
+    "qwen3, rslora, lora+ and noise": ["rslora", "lora_plus", "neftune"],
     "qwen3, noise and tied embeddings": ["neftune"],
     "compressed exchange, data parallel": ["exchange"],
+    "qwen3, compressed exchange, data parallel": ["exchange"],
     "callbacks that control, data parallel": ["guard"],
+    "qwen3, callbacks that control, data parallel": ["guard"],
     "callbacks that measure": ["held_out", "forgetting"],
     "callbacks that measure, qwen3": ["held_out", "forgetting"],
     "answers": ["answers"],
     "answers, qwen3": ["answers"],
     "packed rows": ["packed"],
+    "qwen3, packed rows, data parallel": ["packed"],
+    "qwen3, a classifier, data parallel": ["classifier"],
+    "qwen3, eva, data parallel": ["eva"],
+    "qwen3, loftq, data parallel": ["loftq", "nf4"],
     "a classifier": ["classifier"],
     "dpo, data parallel": ["preference"],
+    "qwen3, dpo, data parallel": ["preference"],
     "several adapters": ["several"],
+    "qwen3, several adapters": ["several"],
     "adapters on experts": ["experts"],
 }
 
@@ -364,6 +442,7 @@ def asked_for(table):
         marks = [] if row.always else [on_request]
         if row.refused is None:
             model = "qwen3_moe" if "30b_a3b" in row.config else "qwen3" if "qwen3" in row.config else "llama"
+            model = row.keys.get("model.model_config.model_type", model)
             marks += [shows(feature, model, place="ascend") for feature in ["lora", *SHOWN.get(name, [])]]
         parameters.append(pytest.param(name, marks=marks))
     return parameters

@@ -77,3 +77,27 @@ def test_products_that_nobody_asked_for_are_named(tmp_path, monkeypatch, capsys,
     printed = capsys.readouterr().err
     assert ("multiply in bfloat16, which is faster here" in printed) == said
     assert f"mindlora: {notes[0]}\n" in printed
+
+
+@pytest.mark.parametrize(
+    "words, variable, placed", [([], None, "graphs"), (["--no-graph-cache"], None, ""), ([], "", ""), ([], "x", "x")]
+)
+def test_graphs_are_kept_in_the_user_s_folder_unless_told_otherwise(
+    tmp_path, monkeypatch, capsys, words, variable, placed
+):
+    made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=False), base_notes=())
+    monkeypatch.setattr("mindlora.training.launch.serve.build_engine", lambda *_: made)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # So that it is as before when the test ends.
+    monkeypatch.setenv("MINDLORA_GRAPH_CACHE", variable or "")
+    if variable is None:
+        monkeypatch.delenv("MINDLORA_GRAPH_CACHE")
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser, {})
+    (tmp_path / "run.yaml").write_text("{}", encoding="utf-8")
+    arguments = parser.parse_args(["--config", str(tmp_path / "run.yaml"), *words])
+    build(arguments, registry=None)
+    at_home = str(tmp_path / "mindlora" / "graphs")
+    assert os.environ["MINDLORA_GRAPH_CACHE"] == (at_home if placed == "graphs" else placed)
+    line = f"mindlora: compiled graphs are kept in {at_home} for later starts (--no-graph-cache keeps none)\n"
+    assert (line in capsys.readouterr().err) == (placed == "graphs")

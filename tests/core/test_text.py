@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindlora.core.text import collapse_numbers, examples, listed, near_word, shown, suggestion
+from mindlora.core.text import collapse_numbers, examples, listed, near_word, number, shown, suggestion
 from mindlora.models.architectures import registry
 
 
@@ -127,3 +127,12 @@ def test_a_value_in_a_message_is_short():
     for _ in range(100_000):
         nested = [nested]
     assert shown("a") == "'a'" and len(shown("a" * 1000)) == 203 and shown(nested) == "a deeply nested list"
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(None, "-"), (3, "3"), (0.767123, "0.7671"), (179.44, "179.4"), (31872.6, "31873"), (-2e4 - 0.4, "-20000")]
+    + [(1.5e-5, "1.5e-05"), (2.5e12 + 0.5, "2.5e+12"), (float("nan"), "nan"), (float("inf"), "inf")],
+)
+def test_a_number_is_short_and_without_a_power_where_it_needs_none(value, text):
+    assert number(value) == text

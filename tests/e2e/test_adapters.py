@@ -1,4 +1,5 @@
-"""mindlora-run with several adapters: each is what a run with it alone makes of it, also beside one that diverges.
+"""mindlora-run with several adapters on a Qwen3: each is what a run with it alone makes of it, also beside one that
+diverges.
 
 One of them has data of its own, which is shorter, so that its run ends while the others go on.
 """
@@ -11,9 +12,11 @@ import pytest
 
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
+from tests.support.mcore_networks import tiny_config
 from tests.support.runs import files, succeeded
 from tests.support.what_runs import shows
 
+PET = {"lora_rank": 8, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": ["linear_qkv", "linear_fc2"]}
 STEPS = {"plain": 30, "other": 20}
 ADAPTERS = {
     "plain": {"learning_rate": 1.0e-2, "seed": 1},
@@ -22,7 +25,7 @@ ADAPTERS = {
         "lora_rank": 3,
         "lora_alpha": 16,
         "use_rslora": True,
-        "target_modules": ".*wq|.*wk",
+        "target_modules": ["linear_qkv", "linear_proj"],
         "data": "short.mindrecord",
     },
     "diverges": {"learning_rate": 1.0e25, "seed": 3},
@@ -38,10 +41,9 @@ def config(folder, adapters=None, **changes):
         {"type": "TrainingGuard", "max_rollbacks": 1, "max_skipped": 2},
         {"type": "LoraCheckpoint", "save_steps": 12, "best_metric": "held_out_loss"},
     ]
-    yaml = tiny_runs.tiny_config(folder / "train.mindrecord", 5, callbacks)
+    yaml = tiny_config(str(folder / "train.mindrecord"), 5, callbacks, {**PET, **changes})
     yaml["train_dataset"]["data_loader"]["shuffle"] = True
     yaml["optimizer"]["weight_decay"] = 0.01
-    yaml["model"]["model_config"]["pet_config"].update(changes)
     if adapters:
         nodes = [{"name": name, **own} for name, own in adapters.items()]
         nodes[1]["data"] = str(folder / nodes[1]["data"])
@@ -51,7 +53,7 @@ def config(folder, adapters=None, **changes):
 
 @pytest.fixture(scope="module")
 def folder(library, tmp_path_factory):
-    """The output of a run with three adapters, and of runs with two of them alone."""
+    """The output of a run with three adapters, and of runs with two of them alone, which compile no graph."""
     folder = tmp_path_factory.mktemp("adapters")
     tiny_runs.write_data(folder / "train.mindrecord", 24)
     tiny_runs.write_data(folder / "short.mindrecord", 16, seed=5)
@@ -63,12 +65,13 @@ def folder(library, tmp_path_factory):
         alone = config(folder, **own)
         alone["lr_schedule"]["learning_rate"] = rate
         alone["train_dataset"]["data_loader"]["dataset_dir"] = str(folder / data)
+        alone["context"]["mode"] = 1
         succeeded(tiny_runs.launch(alone, folder / name))
     return folder
 
 
 @pytest.mark.parametrize("name", ["plain", "other"])
-@shows("several", "llama")
+@shows("several", "qwen3")
 def test_each_adapter_learns_what_it_learns_alone(folder, name):
     alone, beside = (tiny_runs.losses(output) for output in (folder / name, folder / "several" / name))
     assert len(alone) == STEPS[name] and alone.keys() == beside.keys()
@@ -80,7 +83,7 @@ def test_each_adapter_learns_what_it_learns_alone(folder, name):
 
 
 @pytest.mark.parametrize("name, step", [("plain", 12), ("plain", 30), ("other", 12), ("other", 20)])
-@shows("several", "llama")
+@shows("several", "qwen3")
 def test_what_is_saved_of_an_adapter_is_what_a_run_alone_saves(folder, name, step):
     saved = [output / "lora_checkpoint" / f"step_{step}" for output in (folder / name, folder / "several" / name)]
     alone, beside = map(tiny_runs.state, saved)

@@ -19,6 +19,7 @@ from mindlora.serving.settings import EngineSettings
 from mindlora.training.callbacks.sample_answers import Continuations
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell, held_out_loss
 from mindlora.training.report.history import read_history
+from tests.e2e.conftest import PYNATIVE
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
 from tests.support.ranks import run_ranks
@@ -156,7 +157,7 @@ def test_two_processes_train_what_one_trains_on_the_joined_batch(run, tmp_path):
     one, two = (tmp_path / name / "output" for name in ("one", "two"))
     for output in (one, two):
         output.parent.mkdir()
-    succeeded(python([*LAUNCHER, *words, "--batch_size", "8", "--output_dir", one], one.parent))
+    succeeded(python([*LAUNCHER, *words, *PYNATIVE, "--batch_size", "8", "--output_dir", one], one.parent))
     parallel = ["--use_parallel", "True", "--parallel_config.data_parallel", "2", "--output_dir", two]
     run_ranks(2, two.parent, ENTRY, *words, "--batch_size", "4", *parallel)
     ones, twos = (

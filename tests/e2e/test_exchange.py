@@ -1,4 +1,4 @@
-"""gradient_exchange in a YAML: two processes train with quantized, and resume it."""
+"""gradient_exchange in a YAML: two processes train a Qwen3 with quantized, and resume it."""
 
 import json
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.support.mcore_networks import tiny_config
 from tests.support.ranks import run_ranks
-from tests.support.runs import LORA_YAML, SIZES, read_yaml, write_rows, write_yaml
+from tests.support.runs import write_rows, write_yaml
 from tests.support.what_runs import shows
 
 STEPS, SAVED = 8, 4
@@ -36,14 +37,11 @@ def runs(tmp_path_factory):
 
 def launch(folder, name, **checkpoint):
     """Writes the YAML of a run, and returns the arguments for mindlora-run."""
-    config = read_yaml(LORA_YAML)
-    config["model"]["model_config"].update(SIZES)
-    config["model"]["model_config"]["pet_config"].update(lora_rank=4, target_modules=".*wq|.*w2")
-    config.update(use_parallel=True, parallel_config={"data_parallel": 2})
-    config["runner_config"].update(epochs=1, batch_size=4)
+    pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["linear_qkv", "linear_fc2"]}
+    callbacks = [{"type": "LoraCheckpoint", "save_steps": SAVED, **checkpoint}]
+    parallel = {"use_parallel": True, "parallel_config": {"data_parallel": 2}}
+    config = tiny_config(str(folder / "data.mindrecord"), 1, callbacks, pet, **parallel)
     config["runner_wrapper"]["gradient_exchange"] = EXCHANGE
-    config["train_dataset"]["data_loader"]["dataset_dir"] = str(folder / "data.mindrecord")
-    config["callbacks"] = [{"type": "LoraCheckpoint", "save_steps": SAVED, **checkpoint}]
     (folder / name).mkdir()
     return ["--config", write_yaml(folder / name, config), "--output_dir", str(folder / name)]
 
@@ -53,7 +51,8 @@ def unsent(folder, rank):
     return load_file(path)["unsent"]
 
 
-@shows("exchange", "llama", place="processes")
+@shows("exchange", "qwen3", place="processes")
+@shows("lora", "qwen3", place="processes")
 def test_a_resumed_run_ends_with_the_same_bits(runs):
     folder, logs = runs
     for name in ("adapter_model.safetensors", "training_state.safetensors"):

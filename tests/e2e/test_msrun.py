@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from mindlora.files.base.quantize import quantize_checkpoint
 from mindlora.training.report.history import read_history
+from tests.e2e.conftest import PYNATIVE
 from tests.support.event_files import scalars_of
 from tests.support.runs import (
     LAUNCHER,
@@ -126,6 +127,7 @@ def one(unevenly_counted, on_a_base, tmp_path_factory):
             [
                 *LAUNCHER,
                 *TRAINING,
+                *PYNATIVE,
                 *on_a_base,
                 "--train_dataset_dir",
                 unevenly_counted,

@@ -7,7 +7,6 @@ from mindspore import nn
 from safetensors.numpy import load_file
 
 from mindlora import load_lora
-from mindlora.files.adapters import files as adapter_files
 from tests.e2e.conftest import TRAINING
 from tests.support.runs import evaluated, launch, launch_refused, loss_of, python, step_losses, succeeded, write_rows
 from tests.support.what_runs import shows
@@ -108,40 +107,3 @@ def refused(data, base, quantized, tmp_path_factory):
 def test_another_base_is_refused_before_training(number, refused):
     (checkpoint, code, stderr), message = refused[number], REFUSED[number][2]
     assert code == 1 and f"mindlora-run: error: load_checkpoint: {checkpoint} {message}" in stderr
-
-
-@shows("loftq", "llama")
-def test_loftq_is_computed_offline_and_trained_from_a_yaml(base, data, tmp_path):
-    output, folder = tmp_path / "loftq.safetensors", tmp_path / "adapter"
-    succeeded(
-        python(
-            [
-                "-m",
-                "mindlora.cli",
-                "base",
-                "quantize",
-                base,
-                output,
-                "--loftq",
-                folder,
-                "--rank",
-                "16",
-                "--alpha",
-                "32",
-                "--loftq-iterations",
-                "3",
-            ],
-            tmp_path,
-        )
-    )
-    flags = (*SHORT, "--model.model_config.pet_config.adapter_path", str(folder))
-    stdout = succeeded(
-        launch(tmp_path / "train", "--train_dataset_dir", data.train, "--load_checkpoint", output, *flags, *TRAINING)
-    )
-    losses = step_losses(stdout)
-    assert losses[-1] < losses[0] - 0.3 and "made for another quantized base" not in stdout
-    started = adapter_files.read(str(folder))
-    trained = adapter_files.read(str(tmp_path / "train" / "output" / "lora_checkpoint" / "best"))
-    assert f"Adapter loaded from {folder}." in stdout and trained.fingerprint["quantization"] == "loftq"
-    assert len(started.paths) == 7 and set(trained.tensors) == set(started.tensors)
-    assert all(np.abs(trained.tensors[key] - array).max() > 1e-3 for key, array in started.tensors.items())

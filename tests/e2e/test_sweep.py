@@ -11,6 +11,7 @@ from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.event_files import scalars_of, texts_of
 from tests.support.runs import ROOT, python, succeeded
+from tests.support.what_runs import shows
 
 ADAPTERS = ("lr1e-3_r2", "lr1e-3_r8", "lr1e-2_r2", "lr1e-2_r8")
 
@@ -38,6 +39,7 @@ def folder(library, tmp_path_factory):
     return folder
 
 
+@shows("several", "llama")
 def test_the_best_is_found_by_its_held_out_loss(folder):
     (found,) = json.loads((folder / "output" / "comparison.json").read_text(encoding="utf-8"))
     assert found["best"] == "lr1e-2_r8" and set(found["measure"]["verdicts"]) == {*ADAPTERS} - {"lr1e-2_r8"}

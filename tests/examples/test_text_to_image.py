@@ -2,28 +2,21 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import ROOT
+from tests.support import forked
 from tests.support.small_unet import FOLDER  # noqa: F401  (makes the example's modules importable)
 
 
 def test_the_program_runs_from_end_to_end(tmp_path):
     small = {"base-steps": 1, "steps": 2, "batch-size": 2, "drawings": 12, "sampling-steps": 1, "min-snr-gamma": 5}
     options = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    result = subprocess.run(
-        [sys.executable, os.path.join(ROOT, "examples", "text_to_image", "train.py"), "--pynative", *options],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ROOT},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    program = os.path.join(ROOT, "examples", "text_to_image", "train.py")
+    result = forked.run([program, "--pynative", *options], tmp_path, {**os.environ, "PYTHONPATH": ROOT}, timeout=600)
     assert result.returncode == 0, result.stderr
     assert "trainable params: 106,688 || all params: 918,171" in result.stdout
     assert float(re.search(r"pictures after loading: (\S+)", result.stdout)[1]) == 0

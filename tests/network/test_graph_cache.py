@@ -49,6 +49,10 @@ logger = logging.getLogger("mindlora")
 logger.setLevel(logging.INFO)
 logger.addHandler(Lines())
 given = json.loads(sys.argv[1])
+if "limit" in given:
+    from mindlora.network import graph_cache
+
+    graph_cache.HOME_BYTES = given["limit"]
 x = Tensor(np.arange(3, dtype=np.float32))
 sums = []
 for factor in given["factors"]:
@@ -71,7 +75,9 @@ def start(tmp_path, mindformers):
         environment = {**os.environ, "PYTHONPATH": forked.ROOT, "MINDLORA_GRAPH_CACHE": str(tmp_path / "graphs")}
         (tmp_path / "program.py").write_text(PROGRAM.replace("SHIFT = 0", f"SHIFT = {shift}"), encoding="utf-8")
         words = ("program.py", json.dumps({"factors": factors, "weight": weight, **given}))
-        printed = succeeded(forked.run(words, tmp_path, {**environment, **dict(variables)}))
+        ended = forked.run(words, tmp_path, {**environment, **dict(variables)})
+        printed = succeeded(ended)
+        started.told = ended.stderr
         answer = json.loads(printed.splitlines()[-1])
         expected = [3 * (factor + weight + shift - given.get("minus", 0)) for factor in factors]
         assert answer["sums"][::2] == pytest.approx(expected)
@@ -122,6 +128,26 @@ def test_a_damaged_file(start, tmp_path, content):
     whole = kept.read_bytes()
     kept.write_bytes(whole[: len(whole) // 2] if content is None else content)
     assert start(2.0)[0] == 0 and start(2.0)[0] == 1
+
+
+def test_a_graph_that_is_missing_is_no_error(start, tmp_path):
+    start(2.0)
+    assert start(3.0)[0] == 0 and "ERROR" not in start.told
+    # Errors of what is there are told.
+    next((tmp_path / "graphs").glob("*.mindir")).write_bytes(b"no graph")
+    start(2.0, 3.0)
+    assert "ERROR" in start.told
+
+
+def test_in_the_user_s_own_folder_the_graphs_used_last_are_kept(start, tmp_path):
+    home = [("XDG_CACHE_HOME", str(tmp_path)), ("MINDLORA_GRAPH_CACHE", str(tmp_path / "mindlora" / "graphs"))]
+    start(2.0, 3.0, variables=home)
+    size = max(path.stat().st_size for path in (tmp_path / "mindlora" / "graphs").iterdir())
+    # The first is used again, and there is room for two.
+    assert start(2.0, variables=home)[0] == 1
+    start(4.0, variables=home, limit=2 * size)
+    assert len(list((tmp_path / "mindlora" / "graphs").iterdir())) == 2
+    assert start(2.0, 4.0, variables=home)[0] == 2
 
 
 def test_a_cell_without_a_key_is_compiled_and_the_log_says_so(start, tmp_path):

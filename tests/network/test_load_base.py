@@ -1,5 +1,7 @@
 """The base's weights from every kind of checkpoint, into a network for serving; what cannot be loaded is refused."""
 
+import os
+
 import numpy as np
 import pytest
 from mindspore import nn
@@ -8,11 +10,12 @@ from safetensors.numpy import load_file
 from mindlora import LoraConfig, apply_lora
 from mindlora.core.errors import CheckpointError, ConfigError
 from mindlora.core.formats.safetensors_file import write_arrays
-from mindlora.core.numerics.dtypes import BFLOAT16, to_float32
+from mindlora.core.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.quantize import quantize_checkpoint
 from mindlora.network.load_base import load_base
 from mindlora.network.quantize import quantize_base
+from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells
 from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.settings import EngineSettings
@@ -84,13 +87,16 @@ def test_a_llama_is_no_base_of_an_mcore_model(mindformers, tmp_path, form):
         load_base(mcore_networks.tiny_qwen3(), str(tmp_path / form))
 
 
-def test_a_mapped_base_stays_in_its_file(checkpoint, tmp_path):
+@pytest.mark.parametrize("dtype", [FLOAT32, np.dtype("<f2"), BFLOAT16], ids=dtype_name)
+def test_a_mapped_base_stays_in_its_file(mindformers, tmp_path, dtype):
     path = str(tmp_path / "base.safetensors")
-    write_arrays(path, base_weights())
+    weights = base_weights()
+    held = {name: from_float32(array, dtype) if array.ndim > 1 else array for name, array in weights.items()}
+    write_arrays(path, held)
     stored = (tmp_path / "base.safetensors").read_bytes()
-    made = network()
+    made = network(param_init_type=dtype_name(dtype))
     load_base(made, path, mapped=True)
-    assert_loaded(made, base_weights())
+    assert_loaded(made, {name: to_float32(array) for name, array in held.items()})
     with open("/proc/self/smaps", encoding="ascii") as file:
         maps = [line for line in file if line.rstrip().endswith(path)]
     assert maps, "nothing holds the file"
@@ -101,6 +107,37 @@ def test_a_mapped_base_stays_in_its_file(checkpoint, tmp_path):
     # What is written to a parameter stays here.
     made.lm_head.weight.asnumpy()[:] = 3
     assert (tmp_path / "base.safetensors").read_bytes() == stored
+
+
+def memory():
+    """Returns the bytes of this process: its own, all, and all at the peak since the last call of forget_peak."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        sizes = dict(line.split(":") for line in file if line.startswith(("RssAnon", "VmRSS", "VmHWM")))
+    return [1024 * int(sizes[name].split()[0]) for name in ("RssAnon", "VmRSS", "VmHWM")]
+
+
+def forget_peak():
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
+def test_no_second_copy_is_made_of_a_base_in_bfloat16(mindformers, tmp_path, mapped):
+    tables, width = ("model.tok_embeddings.embedding_weight", "lm_head.weight"), 2**18
+    path = str(tmp_path / "base.safetensors")
+    weights = {name: from_float32(array, BFLOAT16) for name, array in base_weights().items() if name not in tables}
+    # In bfloat16 too.
+    halves = np.arange(32 * width, dtype=np.uint32).astype(np.uint16).view(BFLOAT16).reshape(width, 32)
+    write_arrays(path, {**weights, **dict.fromkeys(tables, halves)})
+    size = os.path.getsize(path)
+    made = network(vocab_size=width, param_init_type="bfloat16")
+    forget_peak()
+    own, whole, _ = memory()
+    load_base(made, path, mapped=mapped)
+    later_own, _, peak = memory()
+    assert later_own - own < (0.1 if mapped else 1.1) * size
+    assert peak - whole < 1.2 * size
+    np.testing.assert_array_equal(to_array(made.lm_head.weight)["bfloat16"], halves["bfloat16"])
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors", "folder", "hf"])
@@ -143,13 +180,16 @@ def test_bfloat16_is_widened_without_a_change(mindformers, tmp_path):
     np.testing.assert_array_equal(as_array(cell.weight), expected)
 
 
-def test_an_adapter_s_parameters_stay_as_they_are(checkpoint):
+@pytest.mark.parametrize("keys", [{}, {"use_vera": True}], ids=["LoRA", "VeRA"])
+def test_an_adapter_s_parameters_stay_as_they_are(checkpoint, keys):
     made = build_llama(model())
-    apply_lora(made, LoraConfig(lora_rank=4, target_modules=".*wq"))
+    apply_lora(made, LoraConfig(lora_rank=4, target_modules=".*wq", **keys))
     _, cell = next(lora_cells(made))
-    a = as_array(cell.lora_parameters()[0])
+    parameters = (*cell.shared_parts().values(), *cell.lora_parameters())
+    before = [as_array(parameter) for parameter in parameters]
     load_base(made, checkpoint)
-    np.testing.assert_array_equal(as_array(cell.lora_parameters()[0]), a)
+    for parameter, array in zip(parameters, before):
+        np.testing.assert_array_equal(as_array(parameter), array)
     np.testing.assert_array_equal(as_array(cell.weight), base_weights()["model.layers.0.attention.wq.weight"])
 
 

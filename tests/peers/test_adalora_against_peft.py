@@ -11,6 +11,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.network.tree import lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
 from tests.support.networks import randomize
+from tests.support.what_runs import shows
 
 SIZES = ((7, 5), (5, 6))
 RATE, STEPS = 0.05, 12
@@ -122,6 +123,7 @@ def test_each_step_leaves_the_triplets_that_peft_leaves(graph_mode, network, giv
     assert counts[:3] == [8, 8, 8] and counts[3] < 8 == counts[4] > counts[5] and counts[8:] == [4] * 4
 
 
+@shows("adalora", "llama")
 def test_a_saved_adapter_gives_the_same_outputs_in_peft(made, make_network, logits_of, peft_logits, tmp_path):
     network = make_network("plain")
     apply_lora(network, LoraConfig(use_adalora=True, init_r=4, target_r=2, target_modules=["wq", "w2"]))

@@ -9,7 +9,7 @@ from mindlora.files.adapters import files
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
-from tests.support.networks import randomize
+from tests.support.networks import normal
 from tests.support.what_runs import shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
@@ -17,14 +17,28 @@ pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 LAYERS, IDS, TOLERANCE = 2, tokens(rows=1), 2e-5
 
 
+LORA = {"lora_rank": 4, "lora_alpha": 20}
 # Name -> whether the model has one table for embedding and output layer, and what gets an adapter.
 ADAPTERS = {
-    "linear cells": (False, {"target_modules": "all-linear", "modules_to_save": ["norm"]}),
-    "embedding": (False, {"target_modules": ".*word_embeddings|.*linear_qkv"}),
-    "embedding and head": (False, {"target_modules": ["embed_tokens", "lm_head"]}),
-    "tied head": (True, {"target_modules": ["lm_head", "linear_fc1"]}),
-    "tied embedding": (True, {"target_modules": ["embed_tokens"]}),
-    "tied embedding and head": (True, {"target_modules": ["embed_tokens", "lm_head", "linear_proj"]}),
+    "linear cells": (False, {**LORA, "target_modules": "all-linear", "modules_to_save": ["norm"]}),
+    "embedding": (False, {**LORA, "target_modules": ".*word_embeddings|.*linear_qkv"}),
+    "embedding and head": (False, {**LORA, "target_modules": ["embed_tokens", "lm_head"]}),
+    "tied head": (True, {**LORA, "target_modules": ["lm_head", "linear_fc1"]}),
+    "tied embedding": (True, {**LORA, "target_modules": ["embed_tokens"]}),
+    "tied embedding and head": (True, {**LORA, "target_modules": ["embed_tokens", "lm_head", "linear_proj"]}),
+    "ranks": (
+        False,
+        {
+            **LORA,
+            "target_modules": "all-linear",
+            "use_rslora": True,
+            "rank_pattern": {"linear_proj": 6, r"layers\.1\.mlp\.linear_fc1": 3},
+            "alpha_pattern": {"linear_fc2": 5},
+        },
+    ),
+    "dora": (False, {**LORA, "target_modules": "all-linear", "use_dora": True}),
+    "miss": (False, {"lora_rank": 4, "target_modules": "all-linear", "use_miss": True}),
+    "vera": (False, {"lora_rank": 6, "target_modules": ["linear_proj", "linear_fc2"], "use_vera": True}),
 }
 
 
@@ -47,9 +61,11 @@ def bases(mindformers, tmp_path_factory):
 def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
     tied, targets = ADAPTERS[name]
     network = qwen3(tied)
-    # A small scale: logits of some 10, of which float32 has five digits after the point.
-    apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=0.8, **targets))
-    randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed=1)
+    apply_lora(network, LoraConfig(**targets))
+    # Small values: logits of some 10, of which float32 has five digits after the point. DoRA's magnitudes are positive.
+    for number, parameter in enumerate(p for _, cell in lora_cells(network) for p in cell.lora_parameters()):
+        values = 0.2 * normal(*parameter.shape, seed=number)
+        parameter.set_data(Tensor(values + 1.5 if "magnitude" in parameter.name else values))
     ours = network(Tensor(IDS)).asnumpy()
     save_lora(network, tmp_path / "adapter")
     merge_checkpoint(str(bases[tied]), str(tmp_path / "adapter"), str(tmp_path / "merged"))
@@ -64,8 +80,10 @@ def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
     np.testing.assert_allclose(merged, theirs, rtol=0, atol=TOLERANCE)
     other = qwen3(tied)
     load_lora(other, tmp_path / "adapter")
-    pairs = {path: cell.pair() for path, cell in lora_cells(network)}
-    assert all(np.array_equal(a, b) for path, cell in lora_cells(other) for a, b in zip(cell.pair(), pairs[path]))
+    loaded = dict(lora_cells(other))
+    for path, cell in lora_cells(network):
+        for part, parameter in cell.parts().items():
+            assert np.array_equal(parameter.asnumpy(), loaded[path].parts()[part].asnumpy()), (path, part)
 
 
 def test_eva_finds_what_peft_finds_on_the_same_rows(bases, peer, tmp_path):

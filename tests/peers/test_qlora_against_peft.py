@@ -13,6 +13,7 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quant
 from mindlora.models import names
 from tests.support.peers import trained
 from tests.support.peers.peer import arrays
+from tests.support.what_runs import shows
 
 MODEL = "grouped"
 CONFIG = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["wq", "wv", "w2"], "quantize_base": "nf4"}
@@ -79,6 +80,7 @@ def test_what_peft_made_gives_the_same_here_on_nf4(adapter, made, base, make_net
     assert np.abs(ours - logits_by_peft(base)).max() > 0.01
 
 
+@shows("loftq", "llama")
 def test_in_peft_loftqs_adapter_is_nearer_to_the_float_base_than_nf4_alone(made, base, logits_by_peft, tmp_path):
     config = LoraConfig(**{**CONFIG, "lora_rank": 12, "target_modules": "all-linear"}, lora_init="loftq_iter_5")
     report = quantize_checkpoint(

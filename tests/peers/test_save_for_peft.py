@@ -15,12 +15,30 @@ from mindlora.network import tree
 from tests.peers.test_load_from_peft import ending_of
 from tests.support.peers import cases, trained
 from tests.support.peers.peer import read_json, stored
+from tests.support.what_runs import shows
 
 DROPOUT = {"VeRA": "vera_dropout", "MiSS": "miss_dropout"}
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-@pytest.fixture(scope="module", params=trained.CONFIGS)
+# What trained.CONFIGS shows, beside LoRA.
+SHOWN = {
+    "patterns-rslora": ["rslora"],
+    "whole-embedding": ["saved_modules"],
+    "frozen-a": ["lora_fa"],
+    "dora": ["dora"],
+    "vera": ["vera"],
+    "miss": ["miss"],
+    "embedding": ["embedding"],
+}
+
+
+def configurations():
+    for name in trained.CONFIGS:
+        yield pytest.param(name, marks=[shows(feature, "llama") for feature in ["lora", *SHOWN.get(name, [])]])
+
+
+@pytest.fixture(scope="module", params=configurations())
 def run(request, made, make_network, tmp_path_factory):
     """One adapter, trained and saved: its network, configuration, folder and training losses."""
     model, config = trained.CONFIGS[request.param]

@@ -47,7 +47,7 @@ def trained_network(seed=0, targets="all-linear", **keys):
 def engine_of(network, adapters=None, **keys):
     model_config = {**TINY, "vocab_size": VOCABULARY, "seq_length": LENGTH, "model_type": "qwen3", **keys}
     model_config["architectures"] = "Qwen3ForCausalLM"
-    return TrainedEngine(network, {"model_config": model_config}, tokenizer(), SETTINGS, adapters)
+    return TrainedEngine({TRAINED: network}, {"model_config": model_config}, tokenizer(), SETTINGS, adapters)
 
 
 def move(network, rng, scale):

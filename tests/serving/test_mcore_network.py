@@ -116,13 +116,17 @@ def test_experts_are_stacked_whatever_the_checkpoint_has(tmp_path, stacked):
     )
 
 
-def test_linear_weights_are_held_in_params_dtype(checkpoints):
-    made = network(params_dtype="bfloat16")
+@pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "tied"])
+def test_linear_weights_and_the_embedding_are_held_in_params_dtype(checkpoints, tied):
+    made = network(params_dtype="bfloat16", tie_word_embeddings=tied)
     load_base(made, checkpoints[0])
     for name, array in load(checkpoints[0]).items():
+        if tied and name == "lm_head.weight":
+            continue
         parameter = made.parameters_dict()[name]
-        linear = name.endswith("proj.weight") or name == "lm_head.weight"
-        assert parameter.dtype == (ms.bfloat16 if linear else ms.float32)
+        # A table that is the head too stays in float32.
+        held = name.endswith(("proj.weight", "lm_head.weight")) or name == "model.embed_tokens.weight" and not tied
+        assert parameter.dtype == (ms.bfloat16 if held else ms.float32)
         np.testing.assert_array_equal(to_float32(to_array(parameter)), to_float32(array))
 
 

@@ -39,8 +39,8 @@ ADAPTERS = [
 ]
 # For logits of about 8: in float32, in float16, and with products in bfloat16.
 TOLERANCE, HALF, ROUNDED = 1e-4, 5e-2, 0.15
-# Linear cells alone are held in bfloat16.
-IN_BFLOAT16 = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}
+# Linear cells and the embedding are held in bfloat16.
+IN_BFLOAT16 = {"param_init_type": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def paths(tmp_path_factory):
 
 
 def in_bfloat16(weights):
-    """Returns the weights with those of linear cells as bfloat16 holds them."""
-    linear = (*(f"{leaf}.weight" for leaf in SHAPES), "lm_head.weight")
+    """Returns the weights with those of linear cells and the embedding as bfloat16 holds them."""
+    held = (*(f"{leaf}.weight" for leaf in SHAPES), "lm_head.weight", "embedding_weight")
     return {
-        name: to_float32(from_float32(array, BFLOAT16)) if name.endswith(linear) else array
+        name: to_float32(from_float32(array, BFLOAT16)) if name.endswith(held) else array
         for name, array in weights.items()
     }
 

@@ -27,6 +27,7 @@ TRAINED = {"modules_to_save": ["lm_head"]}
 MODELS = {
     "a frozen head": ({"vocab_emb_dp": False}, {}),
     "a head that trains": ({"vocab_emb_dp": False}, TRAINED),
+    "LoRA on the head": ({"vocab_emb_dp": False}, {"target_modules": ".*wq|.*lm_head"}),
     "a whole head": ({"vocab_emb_dp": True}, {}),
     "a whole head that trains": ({"vocab_emb_dp": True}, TRAINED),
 }
@@ -68,6 +69,38 @@ def train(network):
     step.set_train()
     losses = [float(step(*batch(number))[0].asnumpy()) for number in range(STEPS)]
     return losses, {parameter.name: parameter.asnumpy() for parameter in network.trainable_params()}
+
+
+# In the tests
+
+
+def assert_same(alone, divided, name):
+    """Asserts that two ranks have trained what one process has, by their files in two folders.
+
+    Returns by name what was trained, of one process, and the names of what the ranks have parts of.
+    """
+    expected = np.load(alone / f"{name}-0.npz")
+    ranks = [np.load(divided / f"{name}-{rank}.npz") for rank in range(2)]
+    losses, trained = expected["losses"], {key: expected[key] for key in expected.files if key != "losses"}
+    assert len(set(losses)) == len(losses) > 1
+    for rank in ranks:
+        assert rank.files == expected.files
+        np.testing.assert_allclose(rank["losses"], losses, rtol=1e-6)
+    for key, whole in trained.items():
+        found = _joined([rank[key] for rank in ranks], whole)
+        np.testing.assert_allclose(found, whole, rtol=0, atol=1e-6 * np.abs(whole).max(), err_msg=key)
+    return trained, {key for key, whole in trained.items() if ranks[0][key].shape != whole.shape}
+
+
+def _joined(parts, whole):
+    axis = next((axis for axis, size in enumerate(whole.shape) if parts[0].shape[axis] != size), None)
+    if axis is None:
+        np.testing.assert_array_equal(parts[0], parts[1])
+        return parts[0]
+    return np.concatenate(parts, axis)
+
+
+# In a rank
 
 
 def main(folder, *names):

@@ -12,6 +12,15 @@ from mindspore import Tensor, nn
 
 from tests.support import tiny_runs
 
+# What a YAML must say of an mcore model so that it runs on a CPU.
+IN_FLOAT32 = {
+    "attention_dropout": 0.0,
+    "params_dtype": "float32",
+    "compute_dtype": "float32",
+    "layernorm_compute_dtype": "float32",
+    "softmax_compute_dtype": "float32",
+    "rotary_dtype": "float32",
+}
 # A YAML's model_config; sizes that differ from each other wherever the model lets them.
 TINY = {
     "vocab_size": 64,
@@ -27,12 +36,34 @@ TINY = {
     "ignore_token_id": -100,
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "params_dtype": "float32",
-    "compute_dtype": "float32",
-    "layernorm_compute_dtype": "float32",
-    "softmax_compute_dtype": "float32",
-    "rotary_dtype": "float32",
+    **IN_FLOAT32,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_scaling": None,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+}
+# model_type -> architectures, and the model_config.
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+SIZES = {
+    "qwen3": TINY,
+    "qwen3_moe": {**TINY, **_EXPERTS, "num_experts": 4, "routed_scaling_factor": 1.0},
+    "deepseek_v3": {**{key: value for key, value in TINY.items() if key != "head_dim"}, **_EXPERTS, **_LATENT},
 }
 
 
@@ -76,9 +107,8 @@ def tiny_qwen3_moe(seed=0, **keys):
     from mindformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
     from mindformers.models.qwen3_moe.modeling_qwen3_moe_train import TrainingQwen3MoeForCausalLM
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
     with mcore_context():
-        config = Qwen3MoeConfig(**{**TINY, **experts, "routed_scaling_factor": 1.0, **keys})
+        config = Qwen3MoeConfig(**{**SIZES["qwen3_moe"], **keys})
         return filled(for_a_cpu(TrainingQwen3MoeForCausalLM(config)), seed)
 
 
@@ -87,27 +117,13 @@ def tiny_deepseek_v3(seed=0, **keys):
     from mindformers.models.deepseek3.configuration_deepseek_v3 import DeepseekV3Config
     from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
 
-    own = {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 6,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "rope_scaling": None,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 20,
-        "moe_grouped_gemm": True,
-        "first_k_dense_replace": 0,
-        "num_nextn_predict_layers": 0,
-    }
-    config = {**{key: value for key, value in TINY.items() if key != "head_dim"}, **own, **keys}
     with mcore_context():
-        return filled(for_a_cpu(TrainingDeepseekV3ForCausalLM(DeepseekV3Config(**config))), seed)
+        config = DeepseekV3Config(**{**SIZES["deepseek_v3"], **keys})
+        return filled(for_a_cpu(TrainingDeepseekV3ForCausalLM(config)), seed)
+
+
+# A key of SIZES -> the function that makes the network.
+MAKE = {"qwen3": tiny_qwen3, "qwen3_moe": tiny_qwen3_moe, "deepseek_v3": tiny_deepseek_v3}
 
 
 def with_adapters(network, **pet):
@@ -205,17 +221,20 @@ def train(network, steps, rate=1e-2):
     return np.array([float(step(*batches[number % 5]).asnumpy().sum()) for number in range(steps)])
 
 
-def tiny_config(data, epochs, callbacks, pet, **changes):
-    """Returns the content of a YAML that trains adapters on a Qwen3 of the sizes in TINY, through mindlora-run.
+def tiny_config(data, epochs, callbacks, pet, model_type="qwen3", **changes):
+    """Returns the content of a YAML that trains adapters on a model of one of SIZES, through mindlora-run.
 
     Args:
         data (str): MindRecord to train on, as tiny_runs.write_data writes it.
         epochs (int): Epochs.
         callbacks (list of dict): Callbacks after a loss monitor.
         pet (dict): pet_config, without pet_type.
+        model_type (str): A key of SIZES.
         **changes: Replaced top-level nodes.
     """
     config = tiny_runs.tiny_config(data, epochs, callbacks, use_legacy=False, **changes)
-    model = {"model_type": "qwen3", "architectures": "Qwen3ForCausalLM", **TINY, "pad_token_id": tiny_runs.PAD}
-    config["model"] = {"model_config": {**model, "pet_config": {"pet_type": "lora", **pet}}}
+    model = {"model_type": model_type, "architectures": ARCHITECTURES[model_type], **SIZES[model_type]}
+    config["model"] = {
+        "model_config": {**model, "pad_token_id": tiny_runs.PAD, "pet_config": {"pet_type": "lora", **pet}}
+    }
     return config

@@ -86,8 +86,8 @@ MODELS = {
 
 
 def hold_in_bfloat16(model):
-    """Holds the linear cells of a model in bfloat16. What it says is then not compared with merged weights."""
-    legacy = {"param_init_type": "bfloat16", "embedding_init_type": "float32"}
+    """Holds a model's linear cells and embedding in bfloat16. What it says is then not compared with merged weights."""
+    legacy = {"param_init_type": "bfloat16"}
     model.node["model_config"].update(legacy if "type" in model.node["model_config"] else {"params_dtype": "bfloat16"})
     model.weights = {}
 

@@ -10,9 +10,14 @@ from typing import Any, Dict, NamedTuple, Optional
 from mindlora.core.yaml_file import merged, read_yaml
 from tests.conftest import ROOT
 
+# With LoRA on q, k, v and o of attention.
 _YAMLS = {
-    "Llama 3 8B": ("configs/llama3/lora_llama3_8b.yaml", "num_layers"),
-    "Qwen3 8B": ("configs/qwen3/lora_qwen3_8b.yaml", "num_hidden_layers"),
+    "Llama 3 8B": ("configs/llama3/lora_llama3_8b.yaml", "num_layers", {}),
+    "Qwen3 8B": (
+        "configs/qwen3/lora_qwen3_8b.yaml",
+        "num_hidden_layers",
+        {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    ),
 }
 _PREFERENCE = {"type": "LoraTrainOneStepCell", "preference": {"loss": "dpo"}}
 
@@ -61,7 +66,7 @@ class Figures(NamedTuple):
     @property
     def config(self) -> Dict[str, Any]:
         """The YAML's content."""
-        path, layers = _YAMLS[self.model]
+        path, layers, targets = _YAMLS[self.model]
         config = merged(
             read_yaml(os.path.join(ROOT, path)),
             {
@@ -76,7 +81,7 @@ class Figures(NamedTuple):
                 "recompute_config": {"recompute": self.recomputes},
                 "runner_wrapper": {"loss_in_pieces": self.pieces},
                 "context": {"jit_config": {"jit_level": self.level}},
-                "model": {"model_config": {layers: self.layers, "pet_config": self.pet}},
+                "model": {"model_config": {layers: self.layers, "pet_config": {**targets, **self.pet}}},
             },
         )
         if self.preference:

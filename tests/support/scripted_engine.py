@@ -69,7 +69,7 @@ class ScriptedRunner:
         self.going = threading.Event()
         self.going.set()
 
-    def warm_up(self, many_tokens=True, scores=True):
+    def warm_up(self, many_tokens=True, scores=True, adapters=True):
         pass
 
     def forward(self, parts):

@@ -17,6 +17,8 @@ from mindspore.communication import get_group_size, get_rank, init
 from mindspore.ops._grad_experimental import grad_comm_ops
 from mindspore.parallel._auto_parallel_context import auto_parallel_context
 
+from mindlora.network.cells.low_rank import TrainedRead
+
 _LIBRARY = "libmindspore_frontend.so"
 _NAMES = {b"\0GPU\0": b"\0CPU\0", b"nccl_world_group": b"mccl_world_group"}
 _READ, _WRITE, _RUN = 1, 2, 4
@@ -39,6 +41,12 @@ def start() -> None:
     grad_comm_ops.ReduceScatter = _ReduceScatter
     # MindSpore's backend for CPUs runs no graph that several cells share.
     mindspore.common.lazy_inline = lambda function: function
+    # As on NPUs: MindSpore would divide what is copied by its rows.
+    TrainedRead.of = _without_copy
+
+
+def _without_copy(self, parameter):
+    return self.cast(parameter, self.dtype)
 
 
 class _ReduceScatter(nn.Cell):

@@ -55,13 +55,14 @@ def tiny_config(data, epochs, callbacks, **changes):
     return copy.deepcopy(config)
 
 
-def launch(config, output, script=None):
+def launch(config, output, script=None, queued=False):
     """Runs a configuration through mindlora-run in a fresh process.
 
     Args:
         config (dict): The content of the YAML.
         output (Path): Output folder; the YAML and the working folder are beside it.
         script (str): Python to run instead of mindlora-run; the arguments are in sys.argv.
+        queued (bool): Whether PyNative queues its operators (see forked.run).
 
     Returns:
         subprocess.CompletedProcess, its output as text.
@@ -70,12 +71,12 @@ def launch(config, output, script=None):
     path = output.parent / f"{output.name}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     program = ["-c", script] if script else ["-m", "mindlora.training.launch.launcher"]
-    return python(program + ["--config", str(path), "--output_dir", str(output)], output.parent)
+    return python(program + ["--config", str(path), "--output_dir", str(output)], output.parent, queued)
 
 
-def python(arguments, folder):
+def python(arguments, folder, queued=False):
     """Runs Python in ``folder`` with mindlora importable, and returns the completed process."""
-    return forked.run(arguments, folder, {**os.environ, "PYTHONPATH": ROOT})
+    return forked.run(arguments, folder, {**os.environ, "PYTHONPATH": ROOT}, queued=queued)
 
 
 def losses(output):

@@ -66,7 +66,8 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
     except CheckpointError as error:
         # In float they could be joined.
         raise CheckpointError(
-            f"{error} quantize_base is as_stored, but the weights of a joined cell must be in one form. {ADVICE}"
+            f"{error} quantize_base (--quantize-base) is as_stored, but the weights of a joined cell must be in one "
+            f"form. {ADVICE}"
         ) from error
     tensors = dict(by_field["codes"])
     forms = {}

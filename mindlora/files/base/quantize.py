@@ -30,11 +30,14 @@ from mindlora.core.numerics.nf4 import (
 from mindlora.core.text import examples, listed
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.adapters.adapter import Adapter
+from mindlora.files.adapters.convert import Heads, split_all
 from mindlora.files.adapters.fingerprint import fingerprint_from, sampled_elements, sampled_paths
+from mindlora.files.adapters.sharding.run_settings import heads_of
 from mindlora.files.base.convert import in_mindformers_names
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor, check_checkpoint_output
 from mindlora.models import names
+from mindlora.models.architectures.joined_rows import HeadSizes
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.target_modules import select_quantized, select_targets
 
@@ -46,14 +49,16 @@ class LoftqInitializer:
 
     ``weights`` is path -> weight of each linear cell, under MindFormers' names, ``quantized`` the paths whose weights
     become 4-bit, of which LoftQ initializes those that target_modules selects (``paths``). Other cells that it selects
-    get a plain initial pair: A is He-uniform, B is zero.
+    get a plain initial pair: A is He-uniform, B is zero. A joined cell gets one pair, which PEFT's form holds as pairs
+    of its parts; ``heads`` are the sizes by which its rows are told apart.
 
-    Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, a joined cell or too small a weight.
+    Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, too small a weight, or a joined cell whose
+    rows cannot be told apart.
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """
 
-    def __init__(self, weights: Dict[str, OutputTensor], quantized: List[str], config: LoraConfig):
+    def __init__(self, weights: Dict[str, OutputTensor], quantized: List[str], config: LoraConfig, heads: Heads):
         if not initializers.is_loftq(config.lora_init):
             raise ConfigError(
                 f"lora_init is {config.lora_init!r}, which quantize_checkpoint does not support. "
@@ -65,14 +70,18 @@ class LoftqInitializer:
             list(weights), config.target_modules, config.exclude_modules, layers=config.layers_to_transform
         )
         self.paths = [path for path in self._selected if path in quantized]
-        joined = sorted(path for path in self._selected if names.joined_parts(path))
-        if joined:
-            advice = (
-                "An mcore model has them always: leave them out of target_modules, or quantize without LoftQ."
-                if any(map(names.is_mcore, joined))
-                else "Split them with mindlora base convert --to hf, quantize the result, and set qkv_concat: False."
+        self._heads, self._in_file = heads, names.canonical(self._selected, among=weights)
+        sizes = HeadSizes(heads.heads, heads.kv_heads, heads.head_dim, heads.q_rank)
+        unknown = [
+            path
+            for path, name in self._in_file.items()
+            if names.joined_parts(name) and names.joined_cell(name).layout.sizes(weights[path].shape[0], sizes) is None
+        ]
+        if unknown:
+            raise CheckpointError(
+                f"{listed(sorted(unknown))} are joined cells, whose rows only the model's config.json tells apart, and "
+                "an adapter in PEFT's form has a pair for each part. Quantize Hugging Face's folder."
             )
-            raise CheckpointError(f"{listed(joined)} are joined cells, for which PEFT's form has no adapter. {advice}")
         for path in self.paths:
             initializers.check_rank(config.for_cell(path).lora_rank, weights[path], "loftq")
         self._sampled = sampled_paths(self._selected)
@@ -105,14 +114,17 @@ class LoftqInitializer:
                 weight = _in_float(self._weights[path]) if path in self._sampled else None
                 self._keep(path, a, np.zeros((rows, rank), np.float32), weight)
         fingerprint = fingerprint_from({path: self._weights[path].shape for path in self._selected}, self._samples)
-        return Adapter(
-            {(path, part): array for path in self._selected for part, array in self._pairs[path].items()},
-            {path: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
+        in_file = self._in_file
+        adapter = Adapter(
+            {(in_file[path], part): array for path in self._selected for part, array in self._pairs[path].items()},
+            {in_file[path]: float(self._config.for_cell(path).lora_alpha) for path in self._selected},
             self._config.use_rslora,
             self._config.lora_dropout,
             fingerprint={**fingerprint, "quantization": "loftq"},
             dialect="loftq",
         )
+        split_all(adapter, self._heads)
+        return adapter
 
     def _keep(self, path, a, b, weight):
         self._pairs[path] = {"A": np.ascontiguousarray(a), "B": np.ascontiguousarray(b)}
@@ -234,7 +246,8 @@ def quantize_checkpoint(
         chosen = select_quantized(_paths(tensor.name for tensor in tensors), exclude)
         _check_floats(source, tensors, chosen)
         weights = {_path(tensor.name): tensor for tensor in tensors if names.is_linear(_path(tensor.name))}
-        loftq = LoftqInitializer(weights, chosen, config) if config is not None else None
+        heads = heads_of(base.config, Heads())
+        loftq = LoftqInitializer(weights, chosen, config, heads) if config is not None else None
         kept = _kept(base, tensors, chosen, loftq)
         notes += _notes_on_kept(base, kept, chosen)
         entries = [entry for tensor in tensors for entry in _entries(tensor, chosen, kept)]

@@ -199,8 +199,8 @@ class BaseCheckpoint:
         view.__dict__.pop("tensors", None)
         if self.decoded is None:
             raise CheckpointError(
-                f"{self.path} holds no weights in a quantized form, but quantize_base is as_stored. Leave "
-                "quantize_base out, or name the quantized model."
+                f"{self.path} holds no weights in a quantized form, but quantize_base (--quantize-base) is as_stored. "
+                "Leave it out, or name the quantized model."
             )
         ends = {self.architecture.head_weight(self.world), self.architecture.embedding_table(self.world)}
         held = [stored for name, stored in self._stored.items() if stored in self.decoded.weights and name not in ends]

@@ -18,7 +18,28 @@ from mindlora.network.cells.adapter_parts import AdapterParts
 WEIGHTS = ("weight", "embedding_weight", "embedding_table")
 
 
-class LoRACell(AdapterParts):
+class ReplacingCell:
+    """What the cells share that stand in the place of a cell of the base, which they keep: a class beside nn.Cell."""
+
+    # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
+    _adopted: Tuple[nn.Cell]
+
+    @property
+    def base_cell(self) -> nn.Cell:
+        """The cell that this one replaced."""
+        return self._adopted[0]
+
+    def plain_cell(self) -> nn.Cell:
+        """Returns the cell that this one replaced, with this one's weight, bias and settings."""
+        cell = self.base_cell
+        for name in (*WEIGHTS, "bias"):
+            if hasattr(cell, name):
+                setattr(cell, name, self.bias if name == "bias" else self.weight)
+        carry_settings(self, cell)
+        return cell
+
+
+class LoRACell(ReplacingCell, AdapterParts):
     """Base of the cells that replace a cell of the base model and add an adapter to it.
 
     This is all that a new variant says, in the order in which it is asked; a variant on linear cells is a subclass of
@@ -70,7 +91,6 @@ class LoRACell(AdapterParts):
         return self
 
     def _replace(self, cell, config, shared=None):
-        # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
         self._adopted = (cell,)
         self.lora_rank = config.lora_rank
         self.lora_alpha = config.lora_alpha
@@ -138,20 +158,6 @@ class LoRACell(AdapterParts):
         """How W is quantized: "nf4", "loftq" if together with the initial A and B, or None for a weight in float."""
         form = getattr(self.base_cell, "quantization", None)
         return "loftq" if form and initializers.is_loftq(self.lora_init) else form
-
-    @property
-    def base_cell(self) -> nn.Cell:
-        """The cell that this one replaced."""
-        return self._adopted[0]
-
-    def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one replaced, with this one's weight, bias and settings."""
-        cell = self.base_cell
-        for name in (*WEIGHTS, "bias"):
-            if hasattr(cell, name):
-                setattr(cell, name, self.bias if name == "bias" else self.weight)
-        carry_settings(self, cell)
-        return cell
 
 
 def refuse_own_forward(cell: nn.Cell, types: Tuple[type, ...], replacement: str) -> None:

@@ -24,7 +24,7 @@ from mindlora.network.cells.cell import (
 from mindlora.network.cells.linear_base import parallel_layers
 from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.tree import replace_children, weight_of
-from mindlora.ops.frozen_linear import FrozenRows
+from mindlora.ops.frozen_linear import FrozenGather
 
 
 class LoRAEmbedding(LoRACell):
@@ -86,7 +86,7 @@ class LoRAEmbedding(LoRACell):
 
     def hold_base(self) -> None:
         """Makes the cell widen the rows that it looks up of a frozen table of 16 bits, and compute in float32."""
-        self.rows, self.dtype, self.trained = RowsOfTable(), mstype.float32, TrainedRead(mstype.float32)
+        self.rows, self.dtype, self.trained = FrozenGather(), mstype.float32, TrainedRead(mstype.float32)
 
     def _add_adapter(self, config, shared):
         dtype = getattr(mstype, config.param_init_type)
@@ -114,17 +114,6 @@ class LoRAEmbedding(LoRACell):
             f"vocabulary={self.in_channels}, dim={self.out_channels}, lora_rank={self.lora_rank}, "
             f"lora_alpha={self.lora_alpha}, compute_dtype={self.dtype}"
         )
-
-
-class RowsOfTable(nn.Cell):
-    """FrozenRows, called as MindSpore's Gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = FrozenRows()
-
-    def construct(self, table: Tensor, ids: Tensor, axis: int) -> Tensor:
-        return self.rows(ids, table)
 
 
 def embedding_types() -> Tuple[type, ...]:

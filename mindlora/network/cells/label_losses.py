@@ -103,12 +103,13 @@ class AdaptedLabelLosses(HeadLosses):
         dtype (mindspore.dtype): What the head computes in.
         piece (int, optional): As for LabelLosses. Default: None.
         frozen (FrozenLinear, optional): As for LabelLosses. Default: None.
+        vocabulary (WholeVocabulary, optional): As for LabelLosses. Default: None.
 
     Inputs:
         - **hidden** (Tensor) - x, [tokens, channels].
         - **low_rank** (Tensor) - u, [tokens, r].
-        - **weight** (Tensor) - W, [vocabulary, channels]; its gradient is zero.
-        - **b** (Tensor) - B, [vocabulary, r].
+        - **weight** (Tensor) - W, [vocabulary, channels], or a rank's part of its rows; its gradient is zero.
+        - **b** (Tensor) - B, [vocabulary, r], or the same part of its rows.
         - **labels** (Tensor) - As for LabelLosses.
 
     Outputs:
@@ -118,8 +119,14 @@ class AdaptedLabelLosses(HeadLosses):
         differentiates (bool): As for LabelLosses. Default: True.
     """
 
-    def __init__(self, dtype: mstype.Type, piece: Optional[int] = None, frozen: Optional[FrozenLinear] = None):
-        super().__init__(dtype, piece, frozen)
+    def __init__(
+        self,
+        dtype: mstype.Type,
+        piece: Optional[int] = None,
+        frozen: Optional[FrozenLinear] = None,
+        vocabulary: Optional["WholeVocabulary"] = None,
+    ):
+        super().__init__(dtype, piece, frozen, vocabulary)
         self.with_gradient = _Adapted(piece, self.head, self.vocabulary)
 
     def construct(self, hidden: Tensor, low_rank: Tensor, weight: Tensor, b: Tensor, labels: Tensor) -> Tensor:
@@ -130,6 +137,7 @@ class AdaptedLabelLosses(HeadLosses):
             losses = self.with_gradient(hidden, low_rank, weight, b, labels)
         else:
             losses = _adapted_losses(hidden, low_rank, weight, b, labels, self.piece, self.head, self.vocabulary)
+        losses = self.vocabulary.of_all(losses)
         return ops.select(counted, losses, ops.zeros_like(losses))
 
 

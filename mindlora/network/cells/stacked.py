@@ -8,7 +8,7 @@ from mindspore.common.initializer import initializer
 
 from mindlora.models.variants.registry import PARAMETERS
 from mindlora.network.cells.broadcasting import BroadcastMul, SwapHeads
-from mindlora.network.cells.cell import carry_settings
+from mindlora.network.cells.cell import ReplacingCell, carry_settings
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight, Operands
 from mindlora.network.cells.linear_base import HeldWeight, adopt_linear, adopt_weight
@@ -16,7 +16,7 @@ from mindlora.network.cells.low_rank import TrainedRead
 from mindlora.network.cells.parallel_linear import construct_parallel
 
 
-class StackedLoRADense(HeldWeight, nn.Cell):
+class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
     r"""y_k = activation(x_k W^T + bias + ((dropout(x_k) A_k^T) scale_k) B_k^T), where x_k are the rows of adapter k.
 
     A batch has the same number of rows for each adapter, those of the first adapter first. The A of all adapters are
@@ -60,6 +60,7 @@ class StackedLoRADense(HeldWeight, nn.Cell):
         nn.Cell.__init__(self)
         present = [one for one in adapted if one is not None]
         first = present[0]
+        self._adopted = (cell,)
         adopt_linear(self, cell, first.base_kind.of(cell, compute_dtype))
         adopt_weight(self, cell)
         self.adapters = len(adapted)

@@ -232,13 +232,14 @@ def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
 def served_content(folder: ModelFolder, device: str, quantize_base: Optional[str] = None) -> Dict[str, Any]:
     """Returns the content of a YAML by which a model is served, or answers.
 
-    On a CPU the weights of linear cells are held in the dtype in which they are stored, or as ``quantize_base``, that
-    of LoraConfig, says.
+    On a CPU the embedding, unless the output head is tied to it, and the weights of linear cells are held in the dtype
+    in which they are stored, or as ``quantize_base``, that of LoraConfig, says.
     """
     nodes = model_nodes(folder, device, seq_length_of(folder, None))
     if device == CPU:
         legacy = folder.architecture.legacy
-        held = {"param_init_type": folder.stored, "embedding_init_type": "float32"}
+        tied = folder.model_config.get("tie_word_embeddings")
+        held = {"param_init_type": folder.stored, "embedding_init_type": "float32" if tied else folder.stored}
         nodes["model"]["model_config"].update(held if legacy else {"params_dtype": folder.stored})
     if quantize_base is not None:
         pet_config = {"pet_type": "lora", "target_modules": "all-linear", "quantize_base": quantize_base}

@@ -155,8 +155,11 @@ def head_of_pynative(config: Mapping[str, Any]) -> Head:
     pieces; raises LoraError if the model is not known, or a setting is wrong.
     """
     divided = [f"parallelism.{key} is {value}" for key, value in _sizes_above_one(config)]
-    run = divided[0] if divided else ""
-    return _run(config).head._replace(setting=loss_in_pieces(config), run=run, key=IN_PYNATIVE)
+    reason = divided[0] if divided else ""
+    run = _run(config)
+    return run.head._replace(
+        setting=loss_in_pieces(config), run=reason, predicts_several=run.predicts_further, key=IN_PYNATIVE
+    )
 
 
 def _run(config: Mapping[str, Any]) -> Run:

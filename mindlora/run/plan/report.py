@@ -299,10 +299,10 @@ def _notes(run: Run) -> List[str]:
             "Note: the pairs of a joined cell's parts are saved as one, of a rank that depends on their values, so the "
             "size of the file is known after the run."
         )
-    if any(path.startswith("mtp.") for path in run.linear):
+    if run.predicts_further:
         notes.append(
             "Note: the parameters of layers that predict further tokens (num_nextn_predict_layers) are counted, their "
-            "activations, logits and loss are not."
+            "activations and their loss are not."
         )
     if run.division.pipeline > 1:
         notes.append(

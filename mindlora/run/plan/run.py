@@ -20,7 +20,7 @@ from mindlora.models.architectures.architecture import Architecture, Attention, 
 from mindlora.models.architectures.classifiers import task_of
 from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.label_losses import (
-    DIVIDED_ADAPTER,
+    DIVIDED_DROPOUT,
     IN_GRAPH_MODE,
     OTHER_STEP,
     SEVERAL_ADAPTERS,
@@ -248,18 +248,27 @@ class Run:
             cell = "gives scores of labels"
         elif any(weight.dtype == "uint8" for weight in heads):
             cell = "is in 4 bits"
-        elif any(weight.adapter for weight in heads) and is_divided:
-            cell = DIVIDED_ADAPTER
         elif any(weight.adapter for weight in heads):
-            cell = adapter_obstacle(self.lora.variant, self.trains_head) if self.lora else SEVERAL_ADAPTERS
+            cell = self._obstacle_of_adapter(is_divided)
         return Head(
             self.yaml.setting(IN_GRAPH_MODE),
             "" if self.steps_by_mindlora or self.adapters or is_divided else OTHER_STEP,
             str(self.yaml.model_name),
             self.yaml.is_mcore or self.yaml.is_classifier or self.yaml.model_class == "LlamaForCausalLM",
             cell,
-            any(path.startswith("mtp.") for path in self.linear),
         )
+
+    def _obstacle_of_adapter(self, is_divided: bool) -> str:
+        """Returns what of an adapter on the head keeps its logits whole."""
+        if self.lora is None:
+            return SEVERAL_ADAPTERS
+        drops = is_divided and self.lora.lora_dropout > 0
+        return adapter_obstacle(self.lora.variant, self.trains_head) or (DIVIDED_DROPOUT if drops else "")
+
+    @property
+    def predicts_further(self) -> bool:
+        """Whether the model has layers that predict further tokens (num_nextn_predict_layers)."""
+        return any(path.startswith("mtp.") for path in self.linear)
 
     @property
     def piece(self) -> Optional[int]:

@@ -144,10 +144,10 @@ def _reach(value: Estimate) -> Sequence[Sequence[float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The held-out losses of several adapters, each at its best step, and how far they are above the best one's.
+    """The held-out losses, or rewards, of several adapters, each at its best step, and how far they are from the best.
 
     Attributes:
-        best (str): The adapter with the smallest loss.
+        best (str): The adapter with the smallest loss, or with the largest reward.
         measure (Measure): Its "base" is the best adapter; the others are the rest, the better ones first.
         steps (dict): Name -> the step at which the adapter was measured so.
     """
@@ -162,7 +162,7 @@ class Comparison:
 
     def table(self) -> List[List[str]]:
         """Returns rows of texts, the first of which names the columns."""
-        rows = [["adapter", "held-out loss", "95 % interval", "at step", "minus best", "95 % interval", ""]]
+        rows = [["adapter", self.measure.name, "95 % interval", "at step", "minus best", "95 % interval", ""]]
         for name, value in self.measure.values.items():
             adapter = self.best if name == BASE else name
             row = [adapter, number(value.value), interval(value), f"{self.steps[adapter]:,}"]
@@ -174,26 +174,33 @@ class Comparison:
     def sentence(self) -> str:
         """Returns what the rows tell."""
         near = [name for name, verdict in self.measure.verdicts.items() if verdict == NOT_TOLD_APART]
-        text = f"{self.best} has the smallest held-out loss, {number(self.measure.values[BASE].value)}"
+        extreme = "smallest" if self.measure.smaller_is_better else "largest"
+        text = f"{self.best} has the {extreme} {self.measure.name}, {number(self.measure.values[BASE].value)}"
         if near:
             return f"{text}; {self.measure.examples} rows do not tell {', '.join(near)} apart from it."
         return f"{text}; all others are {WORSE}." if self.measure.verdicts else f"{text}."
 
 
 def compare(
-    losses: Mapping[str, np.ndarray], counts: np.ndarray, steps: Mapping[str, int], source: str
+    losses: Mapping[str, np.ndarray],
+    counts: np.ndarray,
+    steps: Mapping[str, int],
+    source: str,
+    are_rewards: bool = False,
 ) -> Optional[Comparison]:
     """Returns which adapter is best; None if none has a finite loss.
 
     Args:
-        losses (mapping): Name -> float64 [rows], the sum of the losses of each held-out row.
+        losses (mapping): Name -> float64 [rows], the sum of the losses of each held-out row, or minus its reward.
         counts (array): float64 [rows], how many labels of each row count.
         steps (mapping): Name -> the step at which the adapter was measured.
         source (str): What the rows are called.
+        are_rewards (bool): Whether the losses are rewards times -1. Default: False.
     """
     means = {name: float(rows.sum()) for name, rows in losses.items() if np.isfinite(rows).all()}
     if not means:
         return None
     best, *rest = sorted(means, key=lambda name: means[name])
-    amounts = {None: losses[best], **{name: losses[name] for name in rest}}
-    return Comparison(best, measure("held-out loss", source, True, amounts, counts), dict(steps))
+    sign, measured = (-1, "held-out reward") if are_rewards else (1, "held-out loss")
+    amounts = {None: sign * losses[best], **{name: sign * losses[name] for name in rest}}
+    return Comparison(best, measure(measured, source, not are_rewards, amounts, counts), dict(steps))

@@ -4,6 +4,7 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.network.load_base import load_base
+from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import register
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of
@@ -30,3 +31,6 @@ class BaseWeights(Callback):
         for note in load_base(base_of(network), self.path):
             logger.info("%s: %s", self.path, note)
         network.init_parameters_data()
+        # The Trainer called set_train before, when DoRA's magnitudes had no base to be the norms of.
+        for _, cell in lora_cells(base_of(network)):
+            cell.prepare()

@@ -1,8 +1,9 @@
 """The losses of an output head that MindSpore divides among the devices of a semi-automatic parallel run."""
 
-from typing import Any, List, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 import mindspore as ms
+from mindformers.parallel_core.training_graph.device_matrix import layout
 from mindformers.parallel_core.training_graph.tensor_parallel.utils import get_tp_group_name
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
@@ -11,7 +12,7 @@ from mindspore.parallel import Layout
 
 from mindlora.core.yaml_file import SEMI_AUTOMATIC
 from mindlora.models.label_losses import HeadDivision
-from mindlora.network.cells.label_losses import LabelLosses, VocabularyPart
+from mindlora.network.cells.label_losses import AdaptedLabelLosses, LabelLosses, VocabularyPart
 from mindlora.training.model.mcore_model import is_gpt_model
 
 _TOKENS, _MODEL, _WHOLE = "tokens", "model", "None"
@@ -65,11 +66,22 @@ def keep_channels_whole(model: nn.Cell) -> None:
     It divides logits by their vocabulary, which would divide hidden states by their channels. LossesOfRank says itself
     how it takes them.
     """
-    del model.loss.add
-    model.loss.add = _Same(auto_prefix=False)
+    _take_as_they_are(model.loss)
     if is_gpt_model(model):
         config = model.config
-        model.transpose.shard(((config.context_parallel_size or 1, config.data_parallel_size or 1, 1),))
+        tokens = config.context_parallel_size or 1, config.data_parallel_size or 1, 1
+        model.transpose.shard((tokens,))
+        if model.mtp_process:
+            _take_as_they_are(model.mtp.compute_language_model_loss.cross_entropy)
+            model.mtp.transpose_logits.shard((tokens,))
+            model.mtp.morphed_reshape_logits.shard(
+                in_strategy=(layout("dp", "cp", "None"),), out_strategy=(layout("dp_cp", "None"),)
+            )
+
+
+def _take_as_they_are(loss):
+    del loss.add
+    loss.add = _Same(auto_prefix=False)
 
 
 class LossesOfRank(nn.Cell):
@@ -92,13 +104,8 @@ class LossesOfRank(nn.Cell):
     def __init__(self, losses: LabelLosses, division: HeadDivision):
         super().__init__(auto_prefix=False)
         self.losses = losses
-        self.of_all_ranks = ops.Morph(self.of_rank, _shape, _dtype).add_prim_attr("self_define_shard", True)
-        layout = Layout((division.rows, division.model), (_TOKENS, _MODEL))
-        tokens: Any = (_TOKENS, _MODEL) if division.by_tokens else _TOKENS
-        of_weight = layout(_MODEL if division.by_vocabulary else _WHOLE, _WHOLE)
-        self.of_all_ranks.shard(
-            in_strategy=(layout(tokens, _WHOLE), of_weight, layout(tokens)), out_strategy=(layout(tokens),)
-        )
+        hidden, rows, _, labels = _layouts(division)
+        self.of_all_ranks = _operator(self.of_rank, (hidden, rows, labels), labels)
 
     def construct(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return self.of_all_ranks(hidden, weight, labels)
@@ -108,9 +115,61 @@ class LossesOfRank(nn.Cell):
         return self.losses(hidden, weight, labels)
 
 
-def _shape(hidden: List[int], weight: List[int], labels: List[int]) -> List[int]:
-    return labels
+class AdaptedLossesOfRank(nn.Cell):
+    """AdaptedLabelLosses where each device computes those of its tokens, by the rows of W and B that it has.
+
+    A is whole on all of them. Each computes x A^T of its tokens, and a share of its gradient, that of its rows of B:
+    MindSpore sums the shares, as it sums gradients of whatever several devices hold.
+
+    Args:
+        losses (AdaptedLabelLosses): The losses, with the vocabulary_of ``division``.
+        scale (float): What x A^T is multiplied by.
+        division (HeadDivision): How the head is divided.
+
+    Inputs:
+        - **hidden** (Tensor) - x, [tokens, channels], of all devices.
+        - **weight**, **a**, **b** (Tensor) - W, A and B of all devices.
+        - **labels** (Tensor) - As for LabelLosses.
+
+    Outputs:
+        float32 [tokens].
+    """
+
+    def __init__(self, losses: AdaptedLabelLosses, scale: float, division: HeadDivision):
+        super().__init__(auto_prefix=False)
+        self.losses = losses
+        self.scale = scale
+        self.shrink = ops.MatMul(transpose_b=True)
+        hidden, rows, whole, labels = _layouts(division)
+        self.of_all_ranks = _operator(self.of_rank, (hidden, rows, whole, rows, labels), labels)
+
+    def construct(self, hidden: Tensor, weight: Tensor, a: Tensor, b: Tensor, labels: Tensor) -> Tensor:
+        return self.of_all_ranks(hidden, weight, a, b, labels)
+
+    def of_rank(self, hidden: Tensor, weight: Tensor, a: Tensor, b: Tensor, labels: Tensor) -> Tensor:
+        """Returns the losses of a device."""
+        hidden = hidden.astype(self.losses.dtype)
+        low_rank = self.shrink(hidden, a.astype(hidden.dtype)) * self.scale
+        return self.losses(hidden, low_rank, weight, b, labels)
 
 
-def _dtype(hidden: mstype.Type, weight: mstype.Type, labels: mstype.Type) -> mstype.Type:
+def _layouts(division: HeadDivision) -> Tuple[Layout, Layout, Layout, Layout]:
+    """Returns how hidden states, rows of the vocabulary, a whole matrix and labels are divided."""
+    axes = Layout((division.rows, division.model), (_TOKENS, _MODEL))
+    tokens: Any = (_TOKENS, _MODEL) if division.by_tokens else _TOKENS
+    rows = axes(_MODEL if division.by_vocabulary else _WHOLE, _WHOLE)
+    return axes(tokens, _WHOLE), rows, axes(_WHOLE, _WHOLE), axes(tokens)
+
+
+def _operator(of_rank: Callable, inputs: Tuple[Layout, ...], losses: Layout) -> ops.Morph:
+    """Returns the operator of which each device computes a part by ``of_rank``."""
+    operator = ops.Morph(of_rank, _shape, _dtype).add_prim_attr("self_define_shard", True)
+    return operator.shard(in_strategy=inputs, out_strategy=(losses,))
+
+
+def _shape(*shapes: List[int]) -> List[int]:
+    return shapes[-1]
+
+
+def _dtype(*dtypes: mstype.Type) -> mstype.Type:
     return mstype.float32

@@ -19,7 +19,7 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.embedding import AroundEmbedding, LoRAEmbedding, RowsOfTable
+from mindlora.network.cells.embedding import AroundEmbedding, LoRAEmbedding
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.cells.parallel_linear import ParallelBase
@@ -28,7 +28,7 @@ from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWe
 from mindlora.network.pynative.experts import LEAVES
 from mindlora.network.tree import replace_children
 from mindlora.ops.backend import multiplies_bfloat16
-from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenRows
+from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenGather, FrozenRows
 from mindlora.training.log import logger
 
 _ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
@@ -188,7 +188,7 @@ def _hold_table(cell):
     if isinstance(cell, VocabParallelEmbedding):
         cell.embedding_morph = FrozenRows()
     else:
-        cell.gather = RowsOfTable()
+        cell.gather = FrozenGather()
 
 
 def _listed(dtypes):

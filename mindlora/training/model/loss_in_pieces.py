@@ -12,7 +12,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
 from mindlora.models.label_losses import (
-    DIVIDED_ADAPTER,
+    DIVIDED_DROPOUT,
     OTHER_STEP,
     SEVERAL_ADAPTERS,
     Head,
@@ -29,6 +29,7 @@ from mindlora.network.graph_cache import CompiledOnce
 from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.training.log import logger
 from mindlora.training.model.divided_head import (
+    AdaptedLossesOfRank,
     LossesOfRank,
     division_of,
     is_semi_automatic,
@@ -43,7 +44,7 @@ from mindlora.training.model.network import with_loss
 class HandingHead:
     """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
 
-    That is x [..., channels]; with plain LoRA on the head, it is x and (dropout(x) A^T) * scale side by side,
+    That is x [..., channels]; with plain LoRA on a whole head, it is x and (dropout(x) A^T) * scale side by side,
     [..., channels + r], both in the dtype in which the head computes.
     """
 
@@ -86,22 +87,24 @@ def _handing(mixin: type, kind: type, construct: Callable) -> type:
     return type(f"Handing{kind.__name__}", (mixin, kind), members)
 
 
-def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingLoRA] = HandingLoRA) -> None:
+def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingHead] = HandingLoRA) -> None:
     """Makes an output head a HandingHead, in place: parameters and settings stay when the class of a cell changes.
 
     Args:
         head (nn.Cell): A linear cell, or one with plain LoRA.
         construct (callable): What the class then has as its construct: it returns ``hand_on`` in training, else
             ``logits``, the construct of before, in the form in which the model takes them.
-        with_adapter (type): The class that it then has too if it has an adapter.
+        with_adapter (type): The class that it then has too if it has an adapter: HandingHead if the loss is to multiply
+            by A too.
     """
     plain = head
     if isinstance(head, LoRACell):
         # A reference in which a new adapter is left out has the cell from before the adapter in its place.
         plain = head.base_cell
         head.__class__ = _handing(with_adapter, type(head), construct)
-        head.shrink = ops.MatMul(transpose_b=True)
-        head.dropout_of_loss = nn.Dropout(p=head.dropout_rate) if head.dropout_rate else None
+        if issubclass(with_adapter, HandingLoRA):
+            head.shrink = ops.MatMul(transpose_b=True)
+            head.dropout_of_loss = nn.Dropout(p=head.dropout_rate) if head.dropout_rate else None
     plain.__class__ = _handing(HandingHead, type(plain), construct)
 
 
@@ -133,7 +136,8 @@ class LossesOfHead(nn.Cell):
         division (HeadDivision, optional): How MindSpore divides it among devices. Default: None, it does not.
 
     Inputs:
-        - **handed** (Tensor) - What a HandingHead hands on, [tokens, channels] or [tokens, channels + r].
+        - **handed** (Tensor) - What a HandingHead hands on, [tokens, channels] or [tokens, channels + r]; the first if
+          the head is divided.
         - **labels** (Tensor) - int32 [tokens].
 
     Outputs:
@@ -150,23 +154,33 @@ class LossesOfHead(nn.Cell):
     ):
         super().__init__(auto_prefix=False)
         piece, frozen = None if setting is True else setting, _product_of_held_weight(head)
-        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen, vocabulary_of(division))
+        vocabulary = vocabulary_of(division)
+        self.losses = LabelLosses(dtype, weight.requires_grad, piece, frozen, vocabulary)
         self.of_plain = self.losses if division is None else LossesOfRank(self.losses, division)
-        self.adapted = None
-        b = None
+        self.adapted = self.of_adapted = None
+        a = b = None
         if isinstance(head, LoRACell):
-            self.adapted = AdaptedLabelLosses(dtype, piece, frozen)
+            self.adapted = AdaptedLabelLosses(dtype, piece, frozen, vocabulary)
             self.trained = TrainedRead(dtype)
-            b = head.mindpet_delta_lora_b
+            a, b = head.mindpet_delta_lora_a, head.mindpet_delta_lora_b
+            if division is not None:
+                self.of_adapted = AdaptedLossesOfRank(self.adapted, head.scale, division)
         # Past nn.Cell, which would list the parameters, and name them, a second time.
-        self.__dict__.update(weight=weight, b=b)
+        self.__dict__.update(weight=weight, a=a, b=b)
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
+        if self.of_adapted is not None:
+            # They are cast within: MindSpore might divide what is cast or copied here by its rows.
+            return self.of_adapted(handed, self.weight, self.a, self.b, labels), labels
         channels = self.weight.shape[1]
         if handed.shape[-1] == channels:
             return self.of_plain(handed, self.weight, labels), labels
         hidden, low_rank = handed[:, :channels], handed[:, channels:]
         return self.adapted(hidden, low_rank, self.weight, self.trained.of(self.b), labels), labels
+
+
+class FurtherLosses(LossesOfHead):
+    """LossesOfHead of the tokens after the next one, which a model predicts in training (multi-token prediction)."""
 
 
 def _product_of_held_weight(head: nn.Cell) -> Optional[FrozenLinear]:
@@ -207,11 +221,20 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     division = division_of(model)
     if division is not None:
         keep_channels_whole(model)
-    # Straight into _cells: assigning an attribute would rename the weight.
-    model.loss._cells["_log_softmax"] = LossesOfHead(head, weight, dtype, setting, division)
-    model.loss._cells["_nllloss"] = _First()
-    make_hand_on(head, _CONSTRUCTS[type(plain)])
+    _take_hidden_states(model.loss, LossesOfHead(head, weight, dtype, setting, division))
+    make_hand_on(head, _CONSTRUCTS[type(plain)], HandingLoRA if division is None else HandingHead)
+    if is_gpt and model.mtp_process:
+        # A head and a loss of its own, by the same weight, without the head's adapter.
+        further, loss = model.mtp.output_layer, model.mtp.compute_language_model_loss.cross_entropy
+        _take_hidden_states(loss, FurtherLosses(further, weight, further.compute_dtype, setting, division))
+        make_hand_on(further, _CONSTRUCTS[type(further)])
     return True
+
+
+def _take_hidden_states(loss, losses):
+    """Makes ``losses`` what a loss of MindFormers' computes of what its head hands on."""
+    # Straight into _cells: assigning an attribute would rename the weight.
+    loss._cells["_log_softmax"], loss._cells["_nllloss"] = losses, _First()
 
 
 def _described(model, head, setting, steps_by_mindlora):
@@ -223,14 +246,12 @@ def _described(model, head, setting, steps_by_mindlora):
         cell = other_head(head)
     elif plain.has_bias or not plain.transpose_b or getattr(plain, "activation_flag", False):
         cell = "has a bias, an activation or a transposed weight"
-    elif is_semi_automatic():
-        cell = DIVIDED_ADAPTER if isinstance(head, LoRACell) else ""
     else:
-        cell = obstacle_of_adapter(head)
+        drops = is_semi_automatic() and getattr(head, "dropout_rate", 0) > 0
+        cell = obstacle_of_adapter(head) or (DIVIDED_DROPOUT if drops else "")
     is_known = is_gpt or type(model).construct is LlamaForCausalLM.construct
-    predicts_several = is_gpt and model.mtp_process
     run = "" if steps_by_mindlora or is_semi_automatic() else OTHER_STEP
-    return Head(setting, run, type(model).__name__, is_known, cell, predicts_several)
+    return Head(setting, run, type(model).__name__, is_known, cell)
 
 
 def output_head(model: nn.Cell) -> Optional[nn.Cell]:
@@ -258,8 +279,8 @@ def obstacle_of_adapter(head: nn.Cell) -> str:
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
-    """Returns what put_loss_in_pieces has put into a network, or None."""
-    return next(_losses_of_heads(network), None)
+    """Returns what put_loss_in_pieces has put into a network for the next token of each, or None."""
+    return next((cell for cell in _losses_of_heads(network) if not isinstance(cell, FurtherLosses)), None)
 
 
 class EvaluatedInPieces(CompiledOnce):

@@ -15,6 +15,7 @@ from mindlora.files.adapters.fingerprint import sampled_elements, sampled_paths
 from mindlora.models.names import TRANSIENT
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.embedding import NoisyEmbedding
+from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.run.checks.data_rows import Row
@@ -41,6 +42,8 @@ def reference_network(network: nn.Cell) -> nn.Cell:
             "orpo or cpo."
         )
     new = [cell for _, cell in lora_cells(network) if adds_nothing(cell)]
+    # Several adapters begin as new ones.
+    new += [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
     left_out = {id(parameter) for cell in new for parameter in cell.lora_parameters()}
     trained = [p for p in network.get_parameters() if p.requires_grad and id(p) not in left_out]
     reference, copies = copy_cells(network, {id(parameter): _copy(parameter) for parameter in trained})

@@ -1,13 +1,15 @@
 """RlReport: what a run that learns from rewards reports beside the numbers of its steps."""
 
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 from mindspore.train import RunContext
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.log import logger
 from mindlora.training.model.network import train_step_of
 from mindlora.training.resume.training_state import total_steps
+from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.settings import METRICS
 
 # Measure -> what the log calls it.
@@ -46,24 +48,32 @@ class RlReport(PeriodicCallback):
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Reports what the step measured."""
         params = run_context.original_args()
-        step = train_step_of(params.train_network)
-        number = params.cur_step_num
+        policies, number = _policy_of(params)
+        policy = policies[number]
+        step = params.cur_step_num
         is_due = self.is_due(params)
-        is_last = number >= total_steps(params)
-        if step.settings.held_out_prompts and (is_last or number % step.settings.held_out_steps == 0):
-            step.measures.update(step.held_out_measures())
+        is_last = step >= total_steps(params)
+        if policy.settings.held_out_prompts and (is_last or step % policy.settings.held_out_steps == 0):
+            policy.measures.update(policies.held_out_measures(number))
         metrics = {name: value for name, value in reported_metrics(params).items() if name not in METRICS}
-        metrics.update({name: step.measures[name] for name in METRICS if name in step.measures})
+        metrics.update({name: policy.measures[name] for name in METRICS if name in policy.measures})
         params["eval_results"] = metrics
-        logger.info("step %d: %s", number, _in_words(step.measures))
-        if is_due or number == 1:
+        logger.info("step %d%s: %s", step, f", {policy.name}" if policy.name else "", _in_words(policy.measures))
+        if is_due or step == 1:
             shown: List[Dict[str, Any]] = [*(params.get("training_answers") or [])]
-            params["training_answers"] = [*shown, {"step": number, "answers": step.samples}]
-        self.step_before = number
+            params["training_answers"] = [*shown, {"step": step, "answers": policy.samples}]
+        self.step_before = step
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the sampler and the process of the rewards."""
-        train_step_of(run_context.original_args().train_network).close()
+        """Ends the policy, and with the last one the sampler and the process of the rewards."""
+        policies, number = _policy_of(run_context.original_args())
+        policies.end(number)
+
+
+def _policy_of(params: InternalCallbackParam) -> Tuple[Policies, int]:
+    """Returns the policies of a run, and which of them the parameters of callbacks are of."""
+    step = train_step_of(params.train_network)
+    return step.policies, step.number
 
 
 def _in_words(measures: Dict[str, float]) -> str:

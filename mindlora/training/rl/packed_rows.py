@@ -73,6 +73,13 @@ class PackedRows:
         return places - np.maximum.accumulate(starts, axis=1)
 
 
+def empty_batch(size: int, length: int, ignored: int) -> Tuple[np.ndarray, ...]:
+    """Returns what ``batches`` yields for ``size`` rows of ``length`` tokens in which nothing is."""
+    positions = np.tile(np.arange(length, dtype=np.int32), (size, 1))
+    labels = np.full((size, length + 1), ignored, np.int32)
+    return positions, np.zeros_like(labels), labels, np.zeros((size, length), np.float32)
+
+
 def pack_rows(lengths: np.ndarray, length: int) -> PackedRows:
     """Returns sequences in as few rows as first-fit decreasing finds (Johnson, 1973): the longest first, each into the
     first row that has room.

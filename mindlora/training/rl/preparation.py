@@ -10,11 +10,10 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
 from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
-from mindlora.training.rl.gkd_step import GkdTrainOneStepCell
 from mindlora.training.rl.prompts import Prompt, prompts_of_run
 from mindlora.training.rl.rewards import Rewards
-from mindlora.training.rl.rules import steps_of
-from mindlora.training.rl.settings import RlSettings, rl_settings
+from mindlora.training.rl.rules import settings_of, steps_of
+from mindlora.training.rl.settings import RlSettings
 from mindlora.training.rl.step import RlTrainOneStepCell
 from mindlora.training.rl.tools import tools_of
 
@@ -24,16 +23,19 @@ def prepare_rl(config: MindFormerConfig) -> None:
     run = YamlRun(config)
     if run.rl is None:
         return
-    settings = rl_settings(run.rl)
+    of_adapters = list(settings_of(run).values())
+    # Adapters differ in the length and the number of their answers, and in nothing else that is read here.
+    settings = of_adapters[0]
     tokenizer = settings.tokenizer or run.tokenizer
-    step = RlTrainOneStepCell if settings.gkd is None else GkdTrainOneStepCell
     # Read here too, so that a prompt that cannot be used ends the run before anything is built.
     length = run.model["seq_length"]
-    prompts = _prompts(settings, tokenizer, length)
-    longest = max(len(prompt.tokens) for prompt in prompts) + settings.max_completion_length - 1
+    for each in of_adapters:
+        prompts = _prompts(each, tokenizer, length)
+    longest = max(len(prompt.tokens) for prompt in prompts) - 1
     # More rows than the longest answers fill would be empty.
-    rows = min(run.rows, -(-settings.rows // max(1, length // longest)))
-    config.runner_wrapper.type = step.__name__
+    filled = (-(-each.rows // max(1, length // (longest + each.max_completion_length))) for each in of_adapters)
+    rows = min(run.rows, max(filled))
+    config.runner_wrapper.type = RlTrainOneStepCell.__name__
     config.runner_wrapper.sampler = MindFormerConfig(
         tokenizer=tokenizer, seed=int(config.seed or 0), rows=rows, folder=os.getcwd()
     )

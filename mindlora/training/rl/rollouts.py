@@ -1,8 +1,8 @@
-"""What a policy answers to the prompts of a step, as rows for its trainer."""
+"""What policies answer to the prompts of a step, as rows for their trainer."""
 
 import dataclasses
 import itertools
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -10,7 +10,7 @@ from mindspore import nn
 from mindlora.core.fields import ignore_token_id, pad_token_id
 from mindlora.network.tree import lora_cells
 from mindlora.serving.answer import Piece, Stream
-from mindlora.serving.in_training import TRAINED, TrainedEngine
+from mindlora.serving.in_training import TrainedEngine
 from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
@@ -20,7 +20,7 @@ from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.rl.tools import Tools, Turn
 
 # By which requests ask for a teacher that is an adapter.
-_TEACHER = "teacher"
+TEACHER = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +73,38 @@ class Answers:
         return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": failed}
 
 
+class Question(NamedTuple):
+    """What is to be answered at once.
+
+    Attributes:
+        adapter (str or None): The name of the adapter that answers; None for the base.
+        settings (RlSettings): How it does.
+        prompts (sequence of Prompt): Those to which it does.
+        seed (sequence of int): With the number of a row, it makes the row's random stream.
+        generations (int or None): Answers to each prompt; None for num_generations.
+    """
+
+    adapter: Optional[str]
+    settings: RlSettings
+    prompts: Sequence[Prompt]
+    seed: Sequence[int]
+    generations: Optional[int] = None
+
+
 class _Draft:
     """An answer as it is made: turns of the model, and what comes between them.
 
     Attributes:
+        settings (RlSettings): Those of its question.
         tokens, own (list): Those behind the prompt, and of each whether the model has sampled it.
         log_probabilities (list of float): Of its own tokens.
         text, said (str): The text of the last turn, whole and without calls.
         messages (list of dict): What the turns before said, and the results of their calls.
     """
 
-    def __init__(self, prompt: Prompt):
+    def __init__(self, prompt: Prompt, settings: RlSettings):
         self.prompt = prompt
+        self.settings = settings
         self.tokens: List[int] = []
         self.own: List[bool] = []
         self.log_probabilities: List[float] = []
@@ -133,15 +153,15 @@ def joined(parts: Sequence[Answers]) -> Answers:
 
 
 class Rollouts:
-    """Samples from the network that trains, by mindlora's engine over its weights.
+    """Samples from the networks that train over one base, by mindlora's engine over its weights.
 
     Args:
-        network (Cell): MindFormers' model in training. Its weights have been loaded.
+        networks (mapping): Name -> MindFormers' model in training with the adapter of that name, as for TrainedEngine.
         model (mapping): The node ``model`` of its YAML.
         tokenizer: As load_tokenizer returns it.
-        settings (RlSettings): The run's.
+        settings (sequence of RlSettings): Those of each network, which have one teacher.
         longest (int): Tokens of the longest prompt.
-        product_dtype (str): What the network in training rounds what its linear cells multiply to.
+        product_dtype (str): What the networks in training round what their linear cells multiply to.
         tools (Tools): What answers may call. Default: None.
 
     Raises:
@@ -152,89 +172,92 @@ class Rollouts:
 
     def __init__(
         self,
-        network: nn.Cell,
+        networks: Mapping[str, nn.Cell],
         model: Dict[str, Any],
         tokenizer: Any,
-        settings: RlSettings,
+        settings: Sequence[RlSettings],
         longest: int,
         product_dtype: str,
         tools: Optional[Tools] = None,
     ):
         self._length = model["model_config"]["seq_length"]
-        self._settings = settings
         self._tools = tools
         self._tokenizer = tokenizer
-        self._pad, self._ignored = pad_token_id(network.config), ignore_token_id(network.config)
-        rank = max(cell.lora_rank for _, cell in lora_cells(network))
+        config = next(iter(networks.values())).config
+        self._pad, self._ignored = pad_token_id(config), ignore_token_id(config)
+        rank = max(cell.lora_rank for network in networks.values() for _, cell in lora_cells(network))
         adapters: Dict[str, str] = {}
-        if settings.teacher_adapter is not None:
-            adapters[_TEACHER] = settings.teacher_adapter
+        self._teacher_of_run = settings[0].teacher
+        if settings[0].teacher_adapter is not None:
+            adapters[TEACHER] = settings[0].teacher_adapter
             # Among legacy models, one joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
-            rank = max(rank, rank_needed(settings.teacher_adapter, joins_cells))
-        running = min(settings.rows, _MOST_RUNNING)
+            rank = max(rank, rank_needed(settings[0].teacher_adapter, joins_cells))
+        running = min(sum(each.rows for each in settings), _MOST_RUNNING)
         # The cache has room for what these prompts and answers can take.
-        blocks = -(-min(self._length, longest + settings.max_completion_length) // EngineSettings.block_size)
+        answer = max(each.max_completion_length for each in settings)
+        blocks = -(-min(self._length, longest + answer) // EngineSettings.block_size)
         sizes = EngineSettings(
             self._length,
             num_blocks=running * blocks,
             max_running=running,
             max_tokens_per_step=max(512, running),
             max_waiting=_MOST_WAITING,
-            slots=1 + len(adapters),
+            slots=len(networks) + len(adapters),
             max_rank=rank,
             product_dtype=product_dtype,
         )
-        self._trained = TrainedEngine(network, model, tokenizer, sizes, adapters)
-        self._teacher = _TEACHER if adapters else None
+        self._trained = TrainedEngine(networks, model, tokenizer, sizes, adapters)
+        self._teacher = TEACHER if adapters else None
         self.engine = self._trained.engine
         self.publish = self._trained.publish
 
-    def answers(
-        self,
-        prompts: Sequence[Prompt],
-        seed: Sequence[int],
-        generations: Optional[int] = None,
-        by_teacher: bool = False,
-    ) -> Answers:
-        """Returns answers to each prompt: ``generations``, or num_generations if it is None.
-
-        ``seed`` and the number of a row make its random stream. With ``by_teacher``, the teacher answers, which is in
-        the process.
-        """
+    def answers(self, questions: Sequence[Question]) -> List[Answers]:
+        """Returns the answers to each question; all are sampled together."""
         if not self.engine.alive:
             self.engine.start(scores=False)
-        asked = [prompt for prompt in prompts for _ in range(generations or self._settings.num_generations)]
-        drafts = [_Draft(prompt) for prompt in asked]
+        drafts: List[List[_Draft]] = []
+        for question in questions:
+            count = question.generations or question.settings.num_generations
+            asked = [prompt for prompt in question.prompts for _ in range(count)]
+            drafts.append([_Draft(prompt, question.settings) for prompt in asked])
         with self.engine.turns.turn():
             # What it holds of earlier steps would change the last bits, and a run that is resumed holds nothing.
             self.engine.forget_texts()
-        adapter = self._teacher if by_teacher else TRAINED
         turns, going = 0, drafts
-        while going:
-            self._take_turn(going, [*seed, turns] if turns else list(seed), adapter)
+        while any(going):
+            self._take_turn(questions, going, [turns] if turns else [])
             turns += 1
-            going = [draft for draft in going if self._goes_on(draft, turns)]
-        return self._rows(drafts)
+            going = [self._going_on(each, turns) for each in going]
+        return [self._rows(each) for each in drafts]
 
-    def completions(self, prompts: Sequence[Prompt]) -> Answers:
+    def completions(self, prompts: Sequence[Prompt], settings: RlSettings) -> Answers:
         """Returns the completions that the data have of prompts; their log-probabilities are not known, and 0."""
-        drafts = [_Draft(prompt) for prompt in prompts]
+        drafts = [_Draft(prompt, settings) for prompt in prompts]
         for draft in drafts:
             draft.put(draft.prompt.completion, own=True)
             draft.log_probabilities = [0.0] * len(draft.tokens)
         return self._rows(drafts)
 
-    def _take_turn(self, drafts: Sequence["_Draft"], seed: Sequence[int], adapter: Optional[str]) -> None:
-        """Samples the next turn of each answer from the model with an adapter."""
-        seeds = np.random.SeedSequence(seed).generate_state(len(drafts), np.uint64)
-        streams = self._submit(
-            [(draft.context, self._sampling(draft, int(number)), adapter) for draft, number in zip(drafts, seeds)]
-        )
-        for draft, stream in zip(drafts, streams):
+    def _take_turn(
+        self, questions: Sequence[Question], going: Sequence[Sequence["_Draft"]], turns: Sequence[int]
+    ) -> None:
+        """Samples the next turn of each answer that goes on; ``turns`` is the number of those before, if any were."""
+        requests: List[Tuple[Sequence[int], Sampling, Optional[str]]] = []
+        for question, drafts in zip(questions, going):
+            seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(len(drafts), np.uint64)
+            requests += [
+                (draft.context, self._sampling(draft, int(number)), question.adapter)
+                for draft, number in zip(drafts, seeds)
+            ]
+        for draft, stream in zip(itertools.chain(*going), self._submit(requests)):
             draft.text = ""
             for piece in stream:
                 draft.add(piece)
+
+    def _going_on(self, drafts: Sequence["_Draft"], turns: int) -> List["_Draft"]:
+        """Returns the answers of which there is a next turn."""
+        return [draft for draft in drafts if self._goes_on(draft, turns)]
 
     def _goes_on(self, draft: "_Draft", turns: int) -> bool:
         """Carries out the calls of an answer's last turn, whose results go on with it; returns whether there are any.
@@ -245,12 +268,12 @@ class Rollouts:
             return False
         turn = self._tools.read(draft.text)
         draft.say(turn)
-        limit = self._settings.max_tool_calling_iterations
+        limit = draft.settings.max_tool_calling_iterations
         if draft.truncated or not turn.complete or (limit is not None and turns > limit):
             return False
         results, failures = self._tools.results(turn)
         behind = self._tools.continuation(draft.tokens, results)
-        if len(draft.tokens) + len(behind) >= self._settings.max_completion_length:
+        if len(draft.tokens) + len(behind) >= draft.settings.max_completion_length:
             # The next turn has no room, and is cut before it begins.
             draft.truncated = True
             return False
@@ -295,8 +318,8 @@ class Rollouts:
         answered = np.flatnonzero(counts)
         begins = answers.mask[answered].argmax(1) + 1
         rows = [answers.tokens[row, : begin + counts[row]].tolist() for row, begin in zip(answered, begins.tolist())]
-        if isinstance(self._settings.teacher, ServedTeacher):
-            scores = self._settings.teacher.scores(rows, begins.tolist())
+        if isinstance(self._teacher_of_run, ServedTeacher):
+            scores = self._teacher_of_run.scores(rows, begins.tolist())
         else:
             scores = self._scores(rows, begins.tolist())
         found = np.zeros(answers.mask.shape)
@@ -333,7 +356,7 @@ class Rollouts:
             return [self.engine.submit(*request) for request in requests]
 
     def _sampling(self, draft: _Draft, seed: int) -> Sampling:
-        settings = self._settings
+        settings = draft.settings
         # A row in training is filled up with the pad token, which the model does not see there.
         padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
         return Sampling(

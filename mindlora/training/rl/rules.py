@@ -1,24 +1,27 @@
 """Learning from rewards: what runner_wrapper.rl needs from the rest of a YAML."""
 
 import os
-from typing import Iterator
+import warnings
+from typing import Dict, Iterator, List, Mapping
 
-from mindlora.core.errors import ConfigError
+from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.numerics.initializers import changes_base
 from mindlora.core.yaml_file import PET
 from mindlora.models.label_losses import IN_GRAPH_MODE as LOSS_IN_PIECES
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.mcore import check_served
+from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.rl.reward_functions import PythonFunction
-from mindlora.training.rl.settings import METRICS, RlSettings, rl_settings
+from mindlora.training.rl.settings import METRICS, SHARED, RlSettings, rl_settings
+from mindlora.training.several.rules import KEY as ADAPTERS
+from mindlora.training.several.rules import TrainedAdapter, by_adapter, rl_of, trained_adapters
 
 KEY = "runner_wrapper.rl"
 # Callbacks that read rows with labels: such a run has prompts alone.
 _OF_ROWS = ("HeldOutLoss", "Forgetting", "ForgettingBudget", "RankBudget")
 # Settings of the run with which sampler and trainer would not be one policy, or which the sampler has no place for.
 _OF_ADAPTERS = {
-    "adapters": "several adapters learn from the labels of one data",
     "alora_invocation_tokens": "the sampler's adapter acts on all tokens",
     "neftune_alpha": "the sampler adds no noise",
     "modules_to_save": "the sampler's base stays what it is",
@@ -26,12 +29,65 @@ _OF_ADAPTERS = {
 }
 
 
+def settings_of(run: YamlRun) -> Dict[str, RlSettings]:
+    """Returns name -> settings of each adapter of a run that learns from rewards; "" is the name of the only one.
+
+    Raises ConfigError as rl_settings does, or if adapters differ in what they share.
+    """
+    adapters = _adapters(run)
+    # What is not a node is refused as such.
+    if not adapters or not isinstance(run.rl, Mapping):
+        return {"": rl_settings(run.rl)}
+    return {adapter.name: _settings_of(run, adapter) for adapter in adapters}
+
+
+def _adapters(run: YamlRun) -> List[TrainedAdapter]:
+    if not run.pet_config or not run.pet_config.get("adapters"):
+        return []
+    with warnings.catch_warnings():
+        # They are given where the adapters are checked.
+        warnings.simplefilter("ignore")
+        return trained_adapters(PetLoraConfig.from_pet_config(run.pet_config))
+
+
+def _settings_of(run: YamlRun, adapter: TrainedAdapter) -> RlSettings:
+    for key in adapter.rl:
+        if key in SHARED:
+            raise ConfigError(
+                f"rl of the adapter {adapter.name} has {key}, in which adapters cannot differ: {SHARED[key]}. Write it "
+                f"into {KEY}, or use two runs."
+            )
+    try:
+        settings = rl_settings(rl_of(run.rl, adapter))
+    except ConfigError as refusal:
+        raise ConfigError(f"{adapter.name}: {refusal}") from refusal
+    if settings.gkd is not None:
+        raise ConfigError(
+            "rl has gkd and pet_config has adapters, but the divergence from a teacher is that of the model's only "
+            "head and adapter. Train one adapter at a time, or remove gkd."
+        )
+    return settings
+
+
 def check_rl(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that keeps a training run from learning from rewards as the YAML asks."""
-    if run.rl is None or not run.trains:
+    if not run.trains:
         return
     try:
-        settings = rl_settings(run.rl)
+        adapters = _adapters(run)
+    except LoraError:
+        # check_adapters says what is wrong.
+        return
+    if run.rl is None:
+        for adapter in adapters:
+            if adapter.rl:
+                found = (
+                    f"The adapter {adapter.name} has rl, but the run does not learn from rewards: there is no {KEY}."
+                )
+                yield error(ADAPTERS, found, f"Add {KEY}, or remove rl.")
+        return
+    try:
+        settings = settings_of(run)
     except ConfigError as refusal:
         yield error(KEY, str(refusal))
         return
@@ -44,10 +100,11 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
         )
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
+    if len({each.best_metric for each in settings.values()}) > 1:
+        found = "Some adapters have rewards, and others a teacher alone, so that no metric says which is best."
+        yield error(KEY, found, "Name reward_funcs for all of them, or for none.")
     yield from _check_adapter(run)
-    yield from _check_sizes(run, settings)
-    yield from _check_saving(run, settings)
-    yield from _check_files(run, settings)
+    yield from by_adapter({name: list(_check_policy(run, each)) for name, each in settings.items()})
     yield from check_served(run)
     if run.is_mcore and run.model.get("num_experts"):
         yield error(
@@ -55,6 +112,17 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
             "The model has routed experts, whose weights training holds in another form than the sampler.",
             "Learn from rewards on a model without them.",
         )
+    for adapter in adapters:
+        if adapter.data:
+            found = f"The adapter {adapter.name} has data, but a run with rl has prompts alone."
+            yield error(ADAPTERS, found, f"Remove data; prompts are in {KEY}.prompts.")
+
+
+def _check_policy(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
+    """Yields an error for each setting that keeps one adapter from learning as its settings ask."""
+    yield from _check_sizes(run, settings)
+    yield from _check_saving(run, settings)
+    yield from _check_files(run, settings)
 
 
 def _check_adapter(run: YamlRun) -> Iterator[Finding]:

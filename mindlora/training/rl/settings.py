@@ -42,6 +42,16 @@ METRICS = (
     *("reward", "held_out_reward", "teacher/kl", "held_out_teacher/kl"),
     *("teacher/divergence", "held_out_teacher/divergence"),
 )
+# What adapters that learn side by side cannot differ in -> why.
+SHARED = {
+    **dict.fromkeys(("prompts", "prompts_per_step", "num_iterations"), "all take the same steps over one file"),
+    **dict.fromkeys(("held_out_prompts", "held_out_steps"), "they are compared on the same prompts, at the same steps"),
+    **dict.fromkeys(("teacher", "teacher_coef"), "they learn from one teacher"),
+    **dict.fromkeys(("tools", "max_tool_calling_iterations"), "the prompts show the tools"),
+    "tokenizer": "they have one base",
+    "chat_template_kwargs": "the prompts are the same",
+    "temperature": "the log-probabilities of all are computed at once",
+}
 # What gkd does not read: its loss is a divergence from the teacher, of log-probabilities that the trainer computes.
 _NOT_OF_GKD = (
     *("reward_funcs", *_OF_REWARDS, "teacher_coef", "algorithm", "num_iterations", "beta", "epsilon", "epsilon_high"),
@@ -103,6 +113,7 @@ class RlSettings:
             the teacher's log-probabilities of its own tokens: the fields of GkdSettings. Default: None.
         teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
+        seed (int): Seed of the order of the prompts, and of what is sampled. Default: None, that of the run.
         chat_template_kwargs (mapping): Further variables of its chat template, such as enable_thinking. Default: None.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
 
@@ -142,6 +153,7 @@ class RlSettings:
     teacher_coef: float = 1.0
     gkd: Any = None
     tokenizer: Optional[str] = None
+    seed: Optional[int] = None
     chat_template_kwargs: Any = None
 
     def __post_init__(self):
@@ -168,6 +180,8 @@ class RlSettings:
         if self.structured_outputs is not None:
             check_structured_outputs(self.structured_outputs)
         object.__setattr__(self, "tools", _tools(self.tools))
+        if self.seed is not None:
+            check_number(self.seed, "rl.seed", INDEX)
         if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, Mapping):
             raise ConfigError(
                 f"rl.chat_template_kwargs is {self.chat_template_kwargs!r}, but it must be a node with variables of "

@@ -5,6 +5,7 @@ import importlib.util
 import os
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
+import numpy as np
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Callback, nn
@@ -148,6 +149,8 @@ class EachAdapter(Callback):
         self.directory = os.path.abspath(get_output_root_path())
         self.runs: List[AdapterRun] = []
         self.held_out: Optional[HeldOutOfAdapters] = None
+        # The path of the held-out prompts, where the adapters learn from rewards.
+        self.rated: Optional[str] = None
         # The names of the adapters that have ended before the run.
         self.left: Set[str] = set()
 
@@ -158,6 +161,9 @@ class EachAdapter(Callback):
         steps, cell = self.steps_and_loss(params.train_network)
         self.set_initial_values(stack)
         self.held_out = HeldOutOfAdapters(cell, stack.count)
+        policies = getattr(steps, "policies", None)
+        if policies is not None:
+            self.rated, policies.keep = policies[0].settings.held_out_prompts, self._keep_rewards
         for number, node in enumerate(self.nodes):
             of_adapter = StepOfAdapter(stack, steps, number, self.held_out)
             own = self.parameters_of(number, params)
@@ -262,14 +268,18 @@ class EachAdapter(Callback):
         adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
         several_adapters.write_record(self.saved_in, adapters)
 
+    def _keep_rewards(self, number: int, rewards: np.ndarray) -> None:
+        """Keeps the rewards of an adapter's answers to held-out prompts, if they are its best."""
+        self.held_out.keep(number, self.rated, -rewards, np.ones(len(rewards)))
+
     def _comparisons(self):
-        """Yields a Comparison of the adapters for each data that their held-out loss was measured on."""
+        """Yields a Comparison of the adapters for each data that their held-out loss, or reward, was measured on."""
         for path, best in self.held_out.best.items():
             names = {number: self.runs[number].name for number in best}
             losses = {names[number]: rows for number, (rows, _, _) in best.items()}
             steps = {names[number]: step for number, (_, _, step) in best.items()}
             counts = next(iter(best.values()))[1]
-            comparison = compare(losses, counts, steps, os.path.basename(path))
+            comparison = compare(losses, counts, steps, os.path.basename(path), are_rewards=path == self.rated)
             if comparison is not None:
                 yield comparison
 

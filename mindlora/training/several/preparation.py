@@ -13,9 +13,11 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.yaml_run import YamlRun
+from mindlora.training.rl.step import RlTrainOneStepCell
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.data import DataOfAdapters, name_data, steps_in_epoch
-from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, trained_adapters, write_to_own_folder
+from mindlora.training.several.rl_step import StackedRlTrainOneStepCell
+from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, rl_of, trained_adapters, write_to_own_folder
 from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
 from mindlora.training.step.packing import boundary_of
 
@@ -87,11 +89,21 @@ def prepare_adapters(config: MindFormerConfig) -> None:
     )
     _prepare_data(config, adapters)
     config.optimizer.type = StackedAdamW.__name__
-    config.runner_wrapper.type = StackedTrainOneStepCell.__name__
+    _prepare_step(config.runner_wrapper, runs)
     shared = [callback for callback in config.callbacks if callback.get("type") not in OF_ADAPTER]
     saving = next((callback for callback in config.callbacks if callback.get("type") == "LoraCheckpoint"), {})
     directory = os.path.abspath(saving.get("directory") or get_output_root_path())
     config.callbacks = [*shared, MindFormerConfig(type="EachAdapter", runs=runs, directory=directory)]
+
+
+def _prepare_step(wrapper, runs):
+    """Puts the train step of all adapters in the place of that of one."""
+    if wrapper.type == RlTrainOneStepCell.__name__:
+        nodes = [run["configuration"]["runner_wrapper"]["rl"] for run in runs]
+        wrapper.adapters = [{"name": run["name"], "rl": node} for run, node in zip(runs, nodes)]
+        wrapper.type = StackedRlTrainOneStepCell.__name__
+    else:
+        wrapper.type = StackedTrainOneStepCell.__name__
 
 
 def _prepare_data(config, adapters):
@@ -119,6 +131,8 @@ def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, A
     pet_config.update(adapter.own)
     if adapter.learning_rate is not None:
         configuration["lr_schedule"]["learning_rate"] = adapter.learning_rate
+    if adapter.rl:
+        configuration["runner_wrapper"]["rl"] = rl_of(configuration["runner_wrapper"]["rl"], adapter)
     if adapter.data is not None:
         name_data(configuration["train_dataset"], adapter.data)
     write_to_own_folder(configuration["callbacks"], adapter.name, get_output_root_path())

@@ -25,13 +25,13 @@ KEY = f"{PET}.adapters"
 # The mcore models on which several adapters train.
 _MCORE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 OPTIMIZER = "AdamW"
-# What adapters may differ in: keys of pet_config, besides name, learning_rate and data.
+# What adapters may differ in: keys of pet_config, besides name, learning_rate, data and rl.
 _DIFFER = (
     *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("lora_init", "lora_a_init", "lora_b_init", "seed"),
 )
-OWN_KEYS = ("name", "learning_rate", "data", *_DIFFER)
+OWN_KEYS = ("name", "learning_rate", "data", "rl", *_DIFFER)
 # Other keys that one could want to differ, and why they cannot.
 _SHARED = {
     "quantize_base": "all adapters of a run share one base in memory, in one form",
@@ -53,8 +53,8 @@ _OF_ADAPTER = (
     *("LoraCheckpoint", "RunReport", "Trackers"),
 )
 _WITH_OTHERS = (*OF_RUN, *_OF_ADAPTER)
-# With RunReport's earlier name, which goes with the next version.
-OF_ADAPTER = (*_OF_ADAPTER, "LossCurve")
+# With RunReport's earlier name, which goes with the next version, and what a run with rl gets.
+OF_ADAPTER = (*_OF_ADAPTER, "LossCurve", "RlReport")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 # Temporary names beside a folder are longer than its own, and file systems take 255 bytes.
 _LONGEST_NAME = 100
@@ -62,7 +62,7 @@ _LONGEST_NAME = 100
 _TAKEN_NAMES = ("adapters.json", "comparison.json", "comparison.html", "checkpoint", "log", "strategy")
 # Keys of nodes that a run with several adapters reads.
 _KNOWN_KEYS = {
-    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm", "loss_in_pieces"),
+    "runner_wrapper": ("type", "scale_sense", "use_clip_grad", "max_grad_norm", "loss_in_pieces", "rl"),
     "optimizer": ("type", "betas", "eps", "weight_decay"),
 }
 
@@ -81,6 +81,7 @@ class TrainedAdapter:
         learning_rate (float or None): In place of lr_schedule.learning_rate; None for that one.
         data (str or None): MindRecord, or folder of them, in place of that of train_dataset; None for that one.
         own (dict): The keys of pet_config that it has of its own.
+        rl (dict): The keys of runner_wrapper.rl that it has of its own.
     """
 
     name: str
@@ -88,11 +89,12 @@ class TrainedAdapter:
     learning_rate: Optional[float]
     data: Optional[str]
     own: Dict[str, Any]
+    rl: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def settings(self) -> Dict[str, Any]:
         """All that it has of its own, but the name."""
-        beside = {"learning_rate": self.learning_rate, "data": self.data}
+        beside = {"learning_rate": self.learning_rate, "data": self.data, "rl": self.rl or None}
         return {**self.own, **{key: value for key, value in beside.items() if value is not None}}
 
 
@@ -144,10 +146,19 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
     data = node.pop("data", None)
     if data is not None and not isinstance(data, str):
         raise ConfigError(f"{where}: data is {data!r}, but it must be the path of a MindRecord, or of a folder.")
+    rl = node.pop("rl", None) or {}
+    if not isinstance(rl, Mapping):
+        raise ConfigError(f"{where}: rl is {rl!r}, but it must be a node with keys of runner_wrapper.rl.")
     try:
-        return TrainedAdapter(name, dataclasses.replace(pet_config, adapters=None, **node), rate, data, node)
+        config = dataclasses.replace(pet_config, adapters=None, **node)
+        return TrainedAdapter(name, config, rate, data, node, dict(rl))
     except LoraError as refusal:
         raise ConfigError(f"{where}: {refusal}") from refusal
+
+
+def rl_of(node: Mapping[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
+    """Returns the node runner_wrapper.rl of a run with this adapter alone, of that of the run with all of them."""
+    return {**node, **adapter.rl}
 
 
 def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str) -> None:
@@ -178,11 +189,11 @@ def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
         except ConfigError:
             # check_adapters says what is wrong.
             return []
-    return _by_adapter({each.name: check_targets(run, each.config.for_network()) for each in adapters})
+    return by_adapter({each.name: check_targets(run, each.config.for_network()) for each in adapters})
 
 
-def _by_adapter(found: Mapping[str, List[Finding]]) -> List[Finding]:
-    """Returns what was found of each adapter, which is by its name, as check_cells says it."""
+def by_adapter(found: Mapping[str, List[Finding]]) -> List[Finding]:
+    """Returns what was found of each adapter, which is by its name, as check_cells says it; of one alone as it is."""
     names_by_finding: Dict[Finding, List[str]] = {}
     for name, findings_of_one in found.items():
         for finding in findings_of_one:
@@ -386,7 +397,7 @@ def check_of_each(config: Mapping[str, Any], check: Callable[[Mapping[str, Any]]
     except LoraError:
         # check_pynative_adapters says what is wrong.
         return []
-    return _by_adapter({each.name: list(check(alone_in_pynative(config, each, ""))) for each in adapters})
+    return by_adapter({each.name: list(check(alone_in_pynative(config, each, ""))) for each in adapters})
 
 
 def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -406,6 +417,10 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     except LoraError as refusal:
         yield error(PYNATIVE_KEY, str(refusal))
         return
+    for adapter in adapters:
+        if adapter.rl:
+            found = f"The adapter {adapter.name} has rl, but under the PyNative Trainer no run learns from rewards."
+            yield error(PYNATIVE_KEY, found, "Remove rl, or write a YAML of graph mode.")
     yield from _check_files(adapters, PYNATIVE_KEY)
     yield from _check_pynative_data(config, adapters)
     yield from _check_pynative_run(config)

@@ -51,7 +51,8 @@ class HeldOutOfAdapters:
 
     Attributes:
         rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as measured in this step.
-        best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) where its loss was least.
+        best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) where its loss was least. Of
+            prompts, rewards times -1 are the losses.
     """
 
     def __init__(self, cell: HeldOutLossCell, adapters: int):
@@ -72,10 +73,14 @@ class HeldOutOfAdapters:
         losses, counts = self.rows[dataset_dir]
         if not counts.sum():
             return math.nan
-        best = self.best.setdefault(dataset_dir, {})
-        if adapter not in best or losses[adapter].sum() < best[adapter][0].sum():
-            best[adapter] = losses[adapter], counts, self.step
+        self.keep(adapter, dataset_dir, losses[adapter], counts)
         return float(losses[adapter].sum() / counts.sum())
+
+    def keep(self, adapter: int, path: str, losses: np.ndarray, counts: np.ndarray) -> None:
+        """Keeps what was measured of an adapter in this step, if its loss has not been smaller on the same data."""
+        best = self.best.setdefault(path, {})
+        if adapter not in best or losses.sum() < best[adapter][0].sum():
+            best[adapter] = losses, counts, self.step
 
     def state_of(self, adapter: int) -> Dict[str, Any]:
         """Returns what a resumed run needs of an adapter, as JSON values: path of the data -> its part of ``best``."""
@@ -164,6 +169,11 @@ class StepOfAdapter(nn.Cell):
         """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
         self.rate_factors[source] = float(value)
         self._all[0].set_rate_factor(self.number, math.prod(self.rate_factors.values()))
+
+    @property
+    def policies(self) -> Any:
+        """The policies of a run that learns from rewards; this adapter's has its number."""
+        return self._all[0].policies
 
     def stop(self) -> None:
         """Lets the adapter be as it is from now on."""

@@ -321,30 +321,17 @@ class UpdatesOfAdapters(nn.Cell):
         _set(self.stopped, adapter, 1)
 
 
-@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
-class StackedTrainOneStepCell(UpdatesOfAdapters):
-    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
-
-    Which steps are skipped is in UpdatesOfAdapters. mindlora-run sets this cell in the YAML of a run with
-    pet_config.adapters.
+class StackedStep(UpdatesOfAdapters):
+    """UpdatesOfAdapters for a network that MindFormers trains, in the place of MFTrainOneStepCell.
 
     Args:
         network (Cell): A MindFormers model with StackedLoRADense cells.
         optimizer (StackedAdamW): Of their parameters.
-        micro_batches (int): Into how many equal parts a batch is split. Default: 1.
-        packed_boundary (int, optional): Token at which the examples of packed rows begin. Default: None, they are not.
         loss_in_pieces (bool or int): As for LoraTrainOneStepCell. Default: True.
         use_clip_grad (bool): Whether each adapter's gradient is clipped to max_grad_norm. Default: False.
         max_grad_norm (float): The largest norm of an adapter's gradient. Default: 1.0.
         scale_sense (float): The loss scale. Default: 1.0.
         **others: What MindFormers gives every train step, and this one has no use for.
-
-    Inputs:
-        - **\\*inputs** (Tensor) - Rows for all adapters, [rows, N], or for each its own, [rows, K, N].
-
-    Outputs:
-        As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
-        scale, largest learning rate, and largest gradient norm.
     """
 
     is_mindformers_step = False
@@ -354,8 +341,6 @@ class StackedTrainOneStepCell(UpdatesOfAdapters):
         self,
         network: nn.Cell,
         optimizer: StackedAdamW,
-        micro_batches: int = 1,
-        packed_boundary: Optional[int] = None,
         loss_in_pieces: Union[bool, int] = True,
         use_clip_grad: bool = False,
         max_grad_norm: float = 1.0,
@@ -364,14 +349,46 @@ class StackedTrainOneStepCell(UpdatesOfAdapters):
     ):
         super().__init__(optimizer, max_grad_norm if use_clip_grad else None)
         del others
-        if packed_boundary is not None:
-            install_segment_mask(base_of(network), packed_boundary)
         put_loss_in_pieces(network, loss_in_pieces, steps_by_mindlora=True)
         self.network = network
         self.network.set_grad()
         self.weights = optimizer.parameters
-        self.micro_batches = micro_batches
         self.scale_sense = float(scale_sense)
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class StackedTrainOneStepCell(StackedStep):
+    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
+
+    Which steps are skipped is in UpdatesOfAdapters. mindlora-run sets this cell in the YAML of a run with
+    pet_config.adapters.
+
+    Args:
+        network, optimizer: As for StackedStep.
+        micro_batches (int): Into how many equal parts a batch is split. Default: 1.
+        packed_boundary (int, optional): Token at which the examples of packed rows begin. Default: None, they are not.
+        **kwargs: As for StackedStep.
+
+    Inputs:
+        - **\\*inputs** (Tensor) - Rows for all adapters, [rows, N], or for each its own, [rows, K, N].
+
+    Outputs:
+        As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
+        scale, largest learning rate, and largest gradient norm.
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: StackedAdamW,
+        micro_batches: int = 1,
+        packed_boundary: Optional[int] = None,
+        **kwargs: Any,
+    ):
+        if packed_boundary is not None:
+            install_segment_mask(base_of(network), packed_boundary)
+        super().__init__(network, optimizer, **kwargs)
+        self.micro_batches = micro_batches
         losses = losses_of_adapters(network, self.adapters)
         self.token_gradients = TokenGradients(losses, self.weights, micro_batches, self.adapters, self.adapters)
 

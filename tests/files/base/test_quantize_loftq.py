@@ -22,12 +22,14 @@ from mindlora.core.errors import (
 from mindlora.core.formats.safetensors_file import write_arrays
 from mindlora.core.numerics import initializers
 from mindlora.core.numerics.dtypes import to_float32
-from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize
+from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, quantize, tensor_name
 from mindlora.files.adapters import files as adapter_files
 from mindlora.files.base.convert import convert_base
+from mindlora.models import names
 from mindlora.network.base_fingerprint import base_fingerprint
 from mindlora.network.tree import lora_cells
 from tests.conftest import ROOT
+from tests.support import mcore_checkpoints
 from tests.support.llama_checkpoints import CONFIG, llama, load, save_base
 from tests.support.networks import TinyModel, randomize, snapshot
 from tests.support.refusals import part, refused_unwritten
@@ -297,11 +299,38 @@ def test_outputs_and_sources(tmp_path):
     )
     check(
         CheckpointError,
-        "model.layers.{0..1}.attention.w_qkv, model.layers.{0..1}.feed_forward.w_gate_hidden are joined cells,",
+        "model.layers.{0..1}.attention.w_qkv are joined cells, whose rows only the model's config.json tells apart",
         tmp_path / "adapter",
         source=str(tmp_path / "joined"),
         config=LoraConfig(lora_rank=2, target_modules="all-linear", quantize_base="nf4", lora_init="loftq"),
     )
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_a_joined_cell_has_a_pair_for_each_part_which_is_near_to_the_error_of_its_rows(model, tmp_path):
+    """The converter of bases says which rows of an mcore cell in NF4 are those of q, k and v, or of gate and up."""
+    tensors = {name: to_float32(array) for name, array in getattr(mcore_checkpoints, model)().items()}
+    config = {**mcore_checkpoints.CONFIG, "model_type": model}
+    if model == "deepseek_v3":
+        config["q_lora_rank"] = len(tensors["model.layers.0.self_attn.q_a_proj.weight"])
+    source = save_base(tmp_path / "hf", tensors, **config)
+    report = run(tmp_path, source, target_modules="all-linear", lora_rank=3)
+    adapter, deltas = adapter_files.read(report.adapter), {name: 0 * array for name, array in tensors.items()}
+    for path in adapter.paths:
+        pair = adapter.scale(path) * adapter.tensors[path, "B"] @ adapter.tensors[path, "A"]
+        deltas[f"{names.to_hugging_face(path)}.weight"] = pair.astype(np.float32)
+    converted = []
+    for folder in (source, save_base(tmp_path / "deltas", deltas, **config)):
+        convert_base(str(folder), f"{folder}.safetensors", "hf", "mcore")
+        converted.append(load(f"{folder}.safetensors"))
+    stored, (weights, added) = load(report.output), converted
+    quantized = [name for name in weights if tensor_name(name, "absmax") in stored]
+    assert len(quantized) > 4
+    for name in quantized:
+        fields = {field: stored[tensor_name(name, field)] for field in TENSOR_NAMES}
+        error = weights[name] - dequantize(Nf4Array(**fields, shape=weights[name].shape))
+        if name.rpartition(".")[0] in report.started:
+            assert np.linalg.norm(error - added[name]) < 0.95 * np.linalg.norm(error), name
 
 
 @pytest.mark.parametrize("broken", [(adapter_files, "write"), (os, "replace")], ids=["adapter", "base"])

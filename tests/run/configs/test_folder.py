@@ -47,8 +47,13 @@ def test_what_config_json_says_is_in_model_config(make):
 def test_a_cpu_serves_weights_in_the_dtype_in_which_they_are_stored(make):
     model = read_folder(make())
     config = served_content(model, CPU)["model"]["model_config"]
-    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "float32")
+    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "bfloat16")
     assert config["compute_dtype"] == "float32" and model.stored == "bfloat16"
+
+
+def test_a_cpu_serves_a_tied_embedding_in_float32(make):
+    config = served_content(read_folder(make(tied=True, tie_word_embeddings=True)), CPU)["model"]["model_config"]
+    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "float32")
 
 
 def test_generation_config_says_which_tokens_end_an_answer(make):

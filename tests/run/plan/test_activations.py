@@ -23,7 +23,6 @@ WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "i
 SOME = {**LORA, "target_modules": ["wq", "wv", "w2"]}
 # Name -> (model_config, pet_config, recompute_config, rows, device).
 SHAPES = {
-    "on a CPU, all that is kept": ({}, LORA, {}, 2, "CPU"),
     "on a CPU, three adapters": ({}, SEVERAL, {}, 2, "CPU"),
     "on a CPU, a base in bfloat16": ({"param_init_type": "bfloat16"}, LORA, {}, 2, "CPU"),
     "for an NPU, a wide model": ({**ASCEND, **WIDE}, SOME, {}, 3, "Ascend"),

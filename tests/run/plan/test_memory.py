@@ -208,8 +208,8 @@ def test_a_loss_in_pieces_is_three_tensors_of_a_piece(pet, of_head):
             {**SHARDED, "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2}},
         ),
         (
-            "the output head has an adapter and is divided among devices",
-            {**LORA, "target_modules": ".*lm_head"},
+            "the output head has an adapter with lora_dropout and is divided among devices",
+            {**LORA, "target_modules": ".*lm_head", "lora_dropout": 0.1},
             SHARDED,
         ),
     ],

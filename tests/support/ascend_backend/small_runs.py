@@ -20,6 +20,7 @@ from tests.support.ascend_backend.runner import Run, run_yaml
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.cpu_llama import ON_CPU
 from tests.support.llama_checkpoints import save_base
+from tests.support.mcore_networks import IN_FLOAT32
 
 LLAMA = "configs/llama3/lora_llama3_8b.yaml"
 QWEN3 = "configs/qwen3/lora_qwen3_8b.yaml"
@@ -110,7 +111,7 @@ def loftq(folder: pathlib.Path, config: Dict[str, Any]) -> None:
     fields = dict(config["model"]["model_config"]["pet_config"], lora_init="loftq")
     del fields["pet_type"]
     base, quantized, adapter = (str(folder / name) for name in ("base", "nf4.safetensors", "loftq"))
-    _write_base(base)
+    _write_base(base, config)
     quantize_checkpoint(base, quantized, adapter=adapter, config=LoraConfig(**fields))
     _start_from(config, quantized, {"adapter_path": adapter})
 
@@ -118,9 +119,9 @@ def loftq(folder: pathlib.Path, config: Dict[str, Any]) -> None:
 def eva(folder: pathlib.Path, config: Dict[str, Any]) -> None:
     """Makes the run one from the adapter of mindlora eva, whose cells have ranks of their own."""
     base, adapter, path = (str(folder / name) for name in ("base", "eva", "eva.yaml"))
-    _write_base(base)
+    _write_base(base, config)
     cpu = copy.deepcopy(config)
-    cpu["model"]["model_config"].update(ON_CPU)
+    cpu["model"]["model_config"].update(IN_FLOAT32 if _is_mcore(config) else ON_CPU)
     cpu["context"]["device_target"] = "CPU"
     cpu["load_checkpoint"] = base
     pathlib.Path(path).write_text(yaml.safe_dump(cpu), encoding="utf-8")
@@ -144,14 +145,17 @@ def _start_from(config: Dict[str, Any], base: str, keys: Mapping[str, Any]) -> N
 def qwen3_in_4_bits(folder: pathlib.Path, config: Dict[str, Any]) -> None:
     """Makes the run of a Qwen3 one on a base in 4 bits, under mcore's names."""
     base, quantized = str(folder / "base"), str(folder / "nf4.safetensors")
-    norms = {f"model.layers.0.self_attn.{part}_norm": (_HEADS["head_dim"],) for part in "qk"}
-    _write_base(base, norms, model_type="qwen3", architectures=["Qwen3ForCausalLM"], **_HEADS)
+    _write_base(base, config)
     quantize_checkpoint(base, quantized)
     _start_from(config, quantized, {"quantize_base": "nf4"})
 
 
-def _write_base(folder: str, more: Mapping[str, Tuple[int, ...]] = {}, **config: Any) -> None:
-    """Writes the base of the runs, of a Llama but for ``more`` weights, under Hugging Face's names."""
+def _is_mcore(config: Mapping[str, Any]) -> bool:
+    return config.get("use_legacy") is False
+
+
+def _write_base(folder: str, config: Mapping[str, Any]) -> None:
+    """Writes the base of a run, a Llama or a Qwen3, under Hugging Face's names."""
     hidden, inner, layer = _SIZES["hidden_size"], _SIZES["intermediate_size"], "model.layers.0."
     shapes: Dict[str, Tuple[int, ...]] = dict.fromkeys(("model.embed_tokens", "lm_head"), (VOCABULARY, hidden))
     shapes.update({f"{layer}self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"})
@@ -159,10 +163,13 @@ def _write_base(folder: str, more: Mapping[str, Tuple[int, ...]] = {}, **config:
     shapes[f"{layer}mlp.down_proj"] = (hidden, inner)
     for norm in ("model.norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm"):
         shapes[norm] = (hidden,)
-    shapes.update(more)
+    described: Dict[str, Any] = {}
+    if _is_mcore(config):
+        shapes.update({f"{layer}self_attn.{part}_norm": (_HEADS["head_dim"],) for part in "qk"})
+        described = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **_HEADS}
     rng = np.random.default_rng(0)
     tensors = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    save_base(folder, tensors, **config)
+    save_base(folder, tensors, **described)
 
 
 def parallel(data: int = 8, model: int = 1, stages: int = 1, mode: int = 1, **others: Any) -> Dict[str, Any]:
@@ -182,8 +189,7 @@ def small_yaml(row: Row, folder: pathlib.Path) -> Dict[str, Any]:
     """Returns the YAML of a row, with one small layer and data of its own."""
     config = copy.deepcopy(yaml.safe_load((pathlib.Path(ROOT) / row.config).read_text("utf-8")))
     model = config["model"]["model_config"]
-    mcore = config.get("use_legacy") is False
-    model.update(_MCORE if mcore else _LEGACY)
+    model.update(_MCORE if _is_mcore(config) else _LEGACY)
     if "num_experts" in model:
         model.update(_EXPERTS)
     config["runner_config"].update(epochs=1, batch_size=1, sink_mode=False)

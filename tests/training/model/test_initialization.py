@@ -21,12 +21,13 @@ PATHS = ["lm_head", "model.layers.0.attention.wq", "model.layers.0.feed_forward.
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns a function that runs a YAML with these keys of pet_config and these callbacks."""
+    """Returns a function that runs a YAML with these keys of pet_config and these callbacks, in graph mode or not."""
     folder = tmp_path_factory.mktemp("initialization")
     tiny_runs.write_data(folder / "rows.mindrecord", ROWS)
 
-    def launch(name, pet, callbacks, **changes):
+    def launch(name, pet, callbacks, mode=0, **changes):
         config = tiny_runs.tiny_config(folder / "rows.mindrecord", 8, callbacks, **changes)
+        config["context"]["mode"] = mode
         config["model"]["model_config"]["pet_config"].update(pet, target_modules=["wq", "w2", "lm_head"])
         return tiny_runs.launch(config, folder / name), folder / name
 
@@ -52,10 +53,11 @@ def mica(run):
     """A run initialized by MiCA, and one that was resumed in the middle of it."""
     checkpoint = {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 99}
     everything = {"type": "CheckpointMonitor", "prefix": "all", "save_checkpoint_steps": 100}
-    process, whole = run("mica", {"lora_init": "mica"}, [checkpoint, everything])
+    process, whole = run("mica", {"lora_init": "mica"}, [checkpoint, everything], mode=1)
     assert process.returncode == 0, process.stderr[-2000:]
     middle = str(whole / "lora_checkpoint" / "step_16")
-    resumed_process, resumed = run("mica_resumed", {"lora_init": "mica"}, [{**checkpoint, "resume": middle}])
+    changed = {**checkpoint, "resume": middle}
+    resumed_process, resumed = run("mica_resumed", {"lora_init": "mica"}, [changed], mode=1)
     assert resumed_process.returncode == 0, resumed_process.stderr[-2000:]
     path = str(next((whole / "checkpoint").rglob("all*.ckpt")))
     return types.SimpleNamespace(process=process, whole=whole, resumed=resumed, tensors=ms.load_checkpoint(path))
@@ -68,6 +70,7 @@ def frozen_a(run):
         "frozen",
         {"lora_init": "olora", "freeze_lora_a": True},
         [{"type": "CheckpointMonitor", "prefix": "all", "save_checkpoint_steps": 100}],
+        mode=1,
     )
     assert process.returncode == 0, process.stderr[-2000:]
     path = str(next((output / "checkpoint").rglob("all*.ckpt")))
@@ -80,6 +83,7 @@ def assert_falling(losses):
     assert len(losses) == STEPS and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.02
 
 
+@shows("pissa", "llama")
 def test_a_run_initializes_all_adapters_once(pissa):
     words = "Adapters initialized from the base by lora_init"
     lines = [line for line in pissa.process.stdout.splitlines() if words in line]

@@ -18,7 +18,7 @@ from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import tiny_runs
-from tests.support.mcore_networks import in_training, scaled, tiny_qwen3, tokens, with_adapters
+from tests.support.mcore_networks import in_training, scaled, tiny_deepseek_v3, tiny_qwen3, tokens, with_adapters
 from tests.support.tiny_runs import IGNORED, PAD
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
@@ -84,13 +84,17 @@ def losses_of_labels(network):
     return [cell for _, cell in network.cells_and_names() if isinstance(cell, LabelLosses)]
 
 
-def compare(make, **arguments):
-    """Trains twins whole and in pieces, and asserts that they do the same; returns the one in pieces."""
+def compare(make, piece=PIECE, losses=1, **arguments):
+    """Trains twins whole and in pieces, with as many LabelLosses, and asserts that they do the same.
+
+    Returns the one in pieces.
+    """
     names = [p.name for p in make().get_parameters()]
-    whole, pieces = trained(make(), False, **arguments), trained(network := make(), PIECE, **arguments)
-    assert len(losses_of_labels(pieces.step)) == 1 and not losses_of_labels(whole.step)
+    whole, pieces = trained(make(), False, **arguments), trained(network := make(), piece, **arguments)
+    assert len(losses_of_labels(pieces.step)) == losses and not losses_of_labels(whole.step)
     assert [p.name for p in network.get_parameters()] == names
-    assert pieces.tokens == whole.tokens and whole.tokens[0] > 0
+    # A model that predicts further tokens counts none.
+    assert pieces.tokens == whole.tokens and whole.tokens[0] != 0
     np.testing.assert_allclose(pieces.losses[0], whole.losses[0], rtol=1e-6)
     np.testing.assert_allclose(pieces.norms[0], whole.norms[0], rtol=2e-6)
     np.testing.assert_allclose(pieces.losses, whole.losses, rtol=1e-5)
@@ -128,6 +132,20 @@ def test_lora_on_the_head_of_a_llama():
     assert {name[-1] for name in pieces.weights if "lm_head" in name} == {"a", "b"}
     found, expected = held_out(pieces.step)
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+# The head of the layer that predicts a further token has no adapter; it learns with the weight that it shares.
+FURTHER = {
+    "an adapter on the head": {"target_modules": ".*linear_proj|.*output_layer"},
+    "a head that trains": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_deepseek_v3_that_predicts_a_further_token(name):
+    sizes = {"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.3, "first_k_dense_replace": 1}
+    pieces = compare(lambda: mcore(lambda: tiny_deepseek_v3(**sizes), **FURTHER[name]), piece=24, losses=2)
+    assert any(key.startswith("mtp.layers.0") for key in pieces.weights)
 
 
 def test_lora_on_the_head_of_a_qwen3_in_micro_batches():

@@ -23,7 +23,7 @@ class Run:
         tiny_runs.write_data(self.held_out, 6)
         self.epochs, self.scale_sense, self.checkpoint = epochs, scale_sense, checkpoint
 
-    def start(self, name, script=None, **checkpoint):
+    def start(self, name, script=None, queued=False, **checkpoint):
         """Runs the configuration in a process of its own; returns (process, output folder)."""
         callbacks = [
             {"type": "ProgressBar"},
@@ -37,7 +37,7 @@ class Run:
         config["lr_schedule"]["warmup_ratio"] = 0.3
         # Each step has two micro-batches.
         config["runner_config"].update(batch_size=tiny_runs.BATCH_SIZE // 2, gradient_accumulation_steps=2)
-        return tiny_runs.launch(config, self.folder / name, script), self.folder / name
+        return tiny_runs.launch(config, self.folder / name, script, queued), self.folder / name
 
 
 # Copies what kill -9 would leave while it writes step_8: its adapter is written, its training state is not.
@@ -134,7 +134,8 @@ def test_resumed_in_pynative_from_a_named_folder(tmp_path_factory):
         modules_to_save=["lm_head", "attention_norm"],
     )
     _, uninterrupted = run.start("uninterrupted")
-    process, resumed = run.start("resumed", resume=str(uninterrupted / "lora_checkpoint" / "step_2"))
+    # As a user's program does: of all forked runs, this one alone queues its operators.
+    process, resumed = run.start("resumed", queued=True, resume=str(uninterrupted / "lora_checkpoint" / "step_2"))
     assert process.returncode == 0, process.stderr[-2000:]
     assert folders(resumed / "lora_checkpoint") == ["best", "step_3"]
     adapter = adapter_files.read(str(uninterrupted / "lora_checkpoint" / "step_3"))

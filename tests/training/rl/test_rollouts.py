@@ -2,6 +2,7 @@
 
 import pytest
 
+from mindlora.serving.in_training import TRAINED
 from mindlora.training.rl.rollouts import Rollouts
 from mindlora.training.rl.settings import rl_settings
 from tests.support.mcore_networks import TINY, tiny_qwen3, with_adapters
@@ -17,7 +18,7 @@ def made(library, graph_mode, monkeypatch):
     network = with_adapters(tiny_qwen3(**SIZES), lora_rank=3, lora_alpha=6, target_modules="all-linear")
     model_config = {**TINY, **SIZES, "model_type": "qwen3", "architectures": "Qwen3ForCausalLM"}
     keys = {"reward_funcs": "exact_answer", "prompts_per_step": 2, "num_generations": 3, "max_completion_length": 8}
-    return Rollouts(network, {"model_config": model_config}, tokenizer(), rl_settings(keys), 20, "float32")
+    return Rollouts({TRAINED: network}, {"model_config": model_config}, tokenizer(), [rl_settings(keys)], 20, "float32")
 
 
 def test_products_are_those_of_the_trainer(made):

@@ -6,8 +6,9 @@ import pytest
 
 from mindlora.core.yaml_file import PET
 from mindlora.run.yaml_run import YamlRun
-from mindlora.training.rl.rules import KEY, check_rl, steps_of
+from mindlora.training.rl.rules import KEY, check_rl, settings_of, steps_of
 from mindlora.training.rl.settings import rl_settings
+from mindlora.training.several.rules import KEY as ADAPTERS
 
 RL = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "max_completion_length": 8, "tokenizer": "model"}
 TAUGHT = {**{key: RL[key] for key in RL if key != "reward_funcs"}, "teacher": "base"}
@@ -34,6 +35,12 @@ def config(rl=RL, pet=(), model=(), **changes):
     }
 
 
+def several(*adapters, rl=RL, **changes):
+    """A YAML with adapters, of which these are the rl nodes; or with other keys too, where a node has a name."""
+    nodes = [node if "name" in node else {"rl": node} for node in adapters]
+    return config(rl, pet={"adapters": nodes}, **changes)
+
+
 def found(yaml):
     return [(finding.severity, finding.key, str(finding)) for finding in check_rl(YamlRun(yaml))]
 
@@ -45,6 +52,9 @@ def test_a_yaml_without_faults():
     assert found(config({**TAUGHT, "held_out_prompts": "held_out.jsonl", "held_out_steps": 5})) == []
     assert found(config({**TAUGHT, "gkd": {"lmbda": 1}})) == []
     assert found(config(pet={"pet_type": "qlora"})) == []
+    assert found(several({}, {"seed": 3, "algorithm": "rloo", "beta": 0.1})) == []
+    without = {key: RL[key] for key in RL if key != "reward_funcs"}
+    assert found(several({"reward_funcs": "numeric_answer"}, {"reward_funcs": "exact_answer"}, rl=without)) == []
     assert found(config({}, run_mode="predict")) == []
     assert found({"run_mode": "finetune", "runner_wrapper": {}}) == []
 
@@ -112,11 +122,33 @@ def test_a_yaml_without_faults():
             "routed experts",
         ),
         (config(use_legacy=False, model={"model_type": "deepseek_v3"}), "use_legacy", "mindlora serves Qwen3"),
+        (several({}, {"betta": 1}), KEY, "^adapter_2: rl has no key 'betta'. Did you mean 'beta'"),
+        (several({}, {}, rl="rewards.py:short"), KEY, "rl is 'rewards.py:short', but it must be a node"),
+        (several({}, {"temperature": 2}), KEY, "rl of the adapter adapter_2 has temperature, .* computed at once"),
+        (several({}, {"prompts": "held_out.jsonl"}), KEY, "adapter_2 has prompts, in which adapters cannot differ"),
+        (several({}, {}, rl={**TAUGHT, "gkd": {}}), KEY, "rl has gkd and pet_config has adapters, .* remove gkd"),
+        (several({"reward_funcs": "numeric_answer"}, {}, rl=TAUGHT), KEY, "Some adapters have rewards, and others"),
+        (
+            several({}, {"max_completion_length": 40}),
+            f"{KEY}.max_completion_length",
+            "Adapter adapter_2: rl.max_completion_length is 40",
+        ),
+        (several({}, {"reward_funcs": "no.py:a"}), f"{KEY}.reward_funcs", "Adapter adapter_2: .* names no.py"),
+        (several({"name": "own", "data": "rows.mindrecord"}), ADAPTERS, "The adapter own has data, .* Remove data"),
+        (several({"seed": 1}, rl=None), ADAPTERS, "adapter_1 has rl, but the run does not learn from rewards"),
     ],
 )
 def test_what_does_not_go_with_rl_is_an_error(yaml, key, message):
     matching = [text for severity, where, text in found(yaml) if (severity, where) == ("error", key)]
     assert any(re.search(message, text) for text in matching), found(yaml)
+
+
+def test_an_adapter_s_node_goes_before_that_of_the_run():
+    settings = settings_of(YamlRun(several({"seed": 7}, {"beta": 0.3}, rl={**RL, "beta": 0.1})))
+    assert [(name, one.seed, one.beta) for name, one in settings.items()] == [
+        ("adapter_1", 7, 0.1),
+        ("adapter_2", None, 0.3),
+    ]
 
 
 def test_steps_are_those_of_all_passes_over_the_prompts():

@@ -7,75 +7,17 @@ import pytest
 
 from mindlora.data import tokenizers
 from mindlora.training.report.history import read_history
-from tests.support import tiny_runs
-from tests.support.mcore_networks import tiny_config
+from tests.support import rl_runs, tiny_runs
+from tests.support.rl_runs import start
 from tests.support.what_runs import shows
-
-PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0}
-SIZES = {"vocab_size": 300, "seq_length": 32, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
-# What the answer to each prompt must be, with room for it in max_completion_length.
-OUTPUTS = ({"regex": "[a-e]{1,4}"}, None, {"choice": ["the cat", "a bee"]}, '{"json": {"enum": ["e", 7]}}')
-REWARDS = """
-import json, re
-KEEPS = {
-    "regex": lambda pattern, text: re.fullmatch(pattern, text),
-    "choice": lambda texts, text: text in texts,
-    "json": lambda schema, text: json.loads(text) in schema["enum"],
-}
-
-def share_of_e(prompts, completions, **columns):
-    assert columns["answer"] == ["e"] * len(prompts), columns
-    for outputs, text in zip(columns["outputs"], completions):
-        outputs = json.loads(outputs) if isinstance(outputs, str) else outputs
-        assert all(KEEPS[kind](value, text) for kind, value in (outputs or {}).items()), (outputs, text)
-    return [text.count("e") / max(len(text), 1) for text in completions]
-
-def forgets(prompts, completions, **columns):
-    return [0.0]
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Tokenizer, prompts and rewards."""
     folder = tmp_path_factory.mktemp("rl")
-    texts = ["the cat sees the tree", "she sees three bees", "a dog and a boat on a hill"] * 5
-    made = tokenizers.fit_tokenizer(texts, SIZES["vocab_size"])
-    made.save_pretrained(folder / "model")
-    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    texts = ("the cat", "she sees", "a dog", "three bees")
-    rows = [{"prompt": text, "answer": "e", "outputs": outputs} for text, outputs in zip(texts, OUTPUTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rl_runs.write_inputs(folder)
     return folder
-
-
-def start(folder, name, resume=False, model=(), pet=(), is_llama=False, **rl):
-    """Runs it; returns the process and its output folder."""
-    callbacks = [{"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
-    config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
-    pet_config = {"pet_type": "lora", **PET, **dict(pet)}
-    config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})
-    config["runner_config"]["batch_size"] = 6
-    config["lr_schedule"].update(learning_rate=5e-2, type="ConstantWarmUpLR", warmup_ratio=0.0)
-    config["lr_schedule"].pop("lr_end", None)
-    for node in ("train_dataset", "train_dataset_task"):
-        del config[node]
-    config["runner_wrapper"]["rl"] = {
-        "prompts": "prompts.jsonl",
-        "reward_funcs": "rewards.py:share_of_e",
-        "prompts_per_step": 2,
-        "num_generations": 7,
-        "max_completion_length": 8,
-        "tokenizer": "model",
-        "held_out_prompts": "prompts.jsonl",
-        "held_out_steps": 2,
-        "beta": 0.02,
-        "max_disagreement": 1e-4,
-        "structured_outputs": {"column": "outputs"},
-        **rl,
-    }
-    config["callbacks"][-1]["resume"] = resume
-    return tiny_runs.launch(config, folder / name), folder / name
 
 
 @pytest.fixture(scope="module")

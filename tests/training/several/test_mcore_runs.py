@@ -38,10 +38,7 @@ def start(folder, name, pet, rate=1e-2):
         {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 4, "batch_size": 2},
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
     ]
-    config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "moe_grouped_gemm": True}
-    family = {"model_type": "qwen3_moe", "architectures": "Qwen3MoeForCausalLM", "routed_scaling_factor": 1.0}
-    config["model"]["model_config"].update({**family, **experts})
+    config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet, "qwen3_moe")
     config["runner_config"]["gradient_accumulation_steps"] = 2
     config["lr_schedule"]["learning_rate"] = rate
     result = tiny_runs.launch(config, folder / name)

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from mindlora.core.errors import ConfigError
 from tests.support import tiny_runs
+from tests.support.what_runs import shows
 
 RATIO = 16
 
@@ -35,6 +36,7 @@ def runs(tmp_path_factory):
     return found
 
 
+@shows("lora_plus", "llama")
 def test_b_moves_ratio_times_as_far_in_a_step_of_the_trainer(runs):
     plain, faster = runs[None].steps[0], runs[RATIO].steps[0]
     assert len(plain) == 4

@@ -13,7 +13,7 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
-from tests.support.mcore_networks import scaled, tiny_config, tiny_qwen3, with_adapters
+from tests.support.mcore_networks import MAKE, scaled, tiny_config, with_adapters
 from tests.support.what_runs import shows
 
 BOS, EOS, PAD = 1, 2, 3
@@ -62,12 +62,12 @@ def test_an_example_has_the_logits_that_it_has_alone(mode, make_llama, kind):
 
 @pytest.mark.parametrize("kind", BOUNDARIES)
 def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, graph_mode, kind):
-    check_logits(small_qwen3(LENGTH), kind)
+    check_logits(small_mcore_model("qwen3", LENGTH), kind)
 
 
-def small_qwen3(seq_length):
-    """A Qwen3 with adapters that add nothing yet."""
-    base = scaled(tiny_qwen3(seq_length=seq_length, pad_token_id=PAD), 0.4)
+def small_mcore_model(model, seq_length):
+    """A model with adapters that add nothing yet."""
+    base = scaled(MAKE[model](seq_length=seq_length, pad_token_id=PAD), 0.4)
     return with_adapters(base, lora_rank=2, lora_alpha=4, target_modules=["linear_proj"])
 
 
@@ -117,14 +117,20 @@ def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama
     check_losses(network, network, tiny_runs.tiny_config, tmp_path)
 
 
-@shows("packed", "qwen3")
-def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(tmp_path, mindformers, graph_mode):
+MCORE = [
+    pytest.param(model, marks=[shows("packed", model), *others])
+    for model, others in (("qwen3", []), ("qwen3_moe", [pytest.mark.long]), ("deepseek_v3", [pytest.mark.long]))
+]
+
+
+@pytest.mark.parametrize("model", MCORE)
+def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(model, tmp_path, mindformers, graph_mode):
     def config(data, epochs, callbacks, **changes):
         pet = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["linear_proj"]}
-        return tiny_config(data, epochs, callbacks, pet, **changes)
+        return tiny_config(data, epochs, callbacks, pet, model, **changes)
 
-    network = small_qwen3(SEQUENCE)
-    check_losses(network, scaled(tiny_qwen3(), 0.4), config, tmp_path)
+    network = small_mcore_model(model, SEQUENCE)
+    check_losses(network, scaled(MAKE[model](), 0.4), config, tmp_path)
 
 
 def check_losses(network, base, tiny_config, tmp_path):

@@ -16,8 +16,8 @@ from mindlora.files.base.quantized.stored import Integers, PackedWeight
 
 _SCALES = FLOATS[1:]
 ADVICE = (
-    "Leave quantize_base out, and the weights are decoded to the network's dtype; or quantize them once (mindlora base "
-    "quantize) and set quantize_base: nf4."
+    "Leave quantize_base (--quantize-base) out, and the weights are decoded to the network's dtype; or quantize them "
+    "once (mindlora base quantize) and set quantize_base: nf4."
 )
 
 
@@ -47,7 +47,8 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
     if reasons:
         found = "; ".join(f"{examples(alike)}: {reason}" for reason, alike in reasons.items())
         raise CheckpointError(
-            f"{path}: quantize_base is as_stored, but not all weights can be held so. {found}. {ADVICE}"
+            f"{path}: quantize_base (--quantize-base) is as_stored, but not all weights can be held so. {found}. "
+            f"{ADVICE}"
         )
 
 

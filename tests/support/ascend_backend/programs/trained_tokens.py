@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from mindlora.data.tokenizers import load_tokenizer
 from mindlora.network.tensors import to_tensor
-from mindlora.serving.in_training import TrainedEngine
+from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.launch.launcher import build_config
@@ -39,7 +39,8 @@ set_up_context(yaml)
 sizes = EngineSettings(96, max_running=8, max_tokens_per_step=64, slots=1, max_rank=4)
 model = {"model_config": dict(yaml.model.model_config)}
 tokenizer = load_tokenizer(f"{folder}/base")
-engine = TrainedEngine(Weights(f"{folder}/mcore.safetensors"), model, tokenizer, sizes).engine.start(scores=False)
+trained = TrainedEngine({TRAINED: Weights(f"{folder}/mcore.safetensors")}, model, tokenizer, sizes)
+engine = trained.engine.start(scores=False)
 found = {}
 for number, stream in enumerate([engine.submit(list(prompt), SAMPLING) for prompt in PROMPTS]):
     sampled = [one for piece in stream for one in piece.logprobs or ()]

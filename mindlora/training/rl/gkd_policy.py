@@ -1,0 +1,87 @@
+"""Generalized knowledge distillation: a policy that learns the whole distribution of its teacher."""
+
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+from mindspore import nn
+
+from mindlora.training.rl.divergence import RowDivergences, row_divergences
+from mindlora.training.rl.policy import Experience, Policy, best_and_worst
+from mindlora.training.rl.policy_loss import answer_measures, counted
+from mindlora.training.rl.prompts import Prompt
+from mindlora.training.rl.rollouts import TEACHER, Answers, Question, Rollouts, joined
+
+# In the place of what else is drawn with the seed and the number of a step.
+_OWN, _TEACHER = 1, 2
+
+
+class GkdPolicy(Policy):
+    """Policy of a run with ``rl.gkd``.
+
+    A share ``lmbda`` of the rows of a step has answers of the policy, and the others have the completions of the data,
+    or with ``seq_kd`` answers of the teacher. The loss is the mean, over the tokens of these answers, of the divergence
+    D_beta of the policy from the teacher (see HeadDivergences), of which the policy's gradient is taken through the
+    distributions alone, not through what was sampled (Agarwal et al., 2024).
+    """
+
+    compares = False
+    # What is reported of the answers that the policy has sampled in the last step.
+    sampled: Dict[str, float] = {}
+
+    def of_rows(self, network: nn.Cell) -> RowDivergences:
+        """Returns the divergences of the tokens of rows."""
+        return row_divergences(network, self.settings)
+
+    def questions(self, number: int) -> List[Question]:
+        """Returns what the policy is to answer for a step, and what the teacher."""
+        own, others = self._rows_of(number)
+        questions = []
+        if own:
+            questions.append(Question(self.adapter, self.settings, own, (self.seed, number), 1))
+        if others and self.settings.gkd.seq_kd:
+            teacher = TEACHER if self.settings.teacher_adapter else None
+            questions.append(Question(teacher, self.settings, others, (self.seed, number, _TEACHER), 1))
+        return questions
+
+    def answers(self, number: int, answered: Sequence[Answers], rollouts: Rollouts) -> Answers:
+        """Returns the rows of a step, answered by the policy, by the teacher or by the data."""
+        own, others = self._rows_of(number)
+        parts = list(answered)
+        self.sampled = answer_measures(parts[0].mask, parts[0].truncated) if own else {}
+        if others and not self.settings.gkd.seq_kd:
+            parts.append(rollouts.completions(others, self.settings))
+        return joined(parts)
+
+    def rate(self, answers: Answers, reference: Optional[np.ndarray], rollouts: Rollouts) -> None:
+        """Makes an experience of the rows of a step."""
+        counts = counted(answers.mask, answers.truncated, self.settings)
+        self.experience = Experience(answers, np.zeros(len(answers.tokens)), counts, None, self.sampled)
+
+    def coefficients(self, log_probabilities: Optional[np.ndarray]) -> np.ndarray:
+        """Returns the weight of each token's divergence."""
+        counts = self.experience.counted
+        self.tokens = float(counts.sum())
+        return counts / max(counts.sum(), 1)
+
+    def differentiated(self, given: np.ndarray) -> None:
+        """Takes the divergences of the tokens, float64 [rows, N]."""
+        answers, counts = self.experience.answers, self.experience.counted
+        self.samples = best_and_worst(answers, -(given * counts).sum(1), False)
+        self.loss = float((given * counts).sum() / max(counts.sum(), 1))
+        self.measures = {**self.experience.measures, "teacher/divergence": self.loss}
+
+    def held_out_measures(
+        self, answers: Answers, rollouts: Rollouts, differentiate: Callable[[Answers, np.ndarray], np.ndarray]
+    ) -> Dict[str, float]:
+        """Returns how far answers to held-out prompts are from the teacher."""
+        counts = counted(answers.mask, answers.truncated, self.settings)
+        # The graph that is there makes a gradient of zeros, with which the next step does not go on.
+        divergences = differentiate(answers, np.zeros(counts.shape))
+        return {"held_out_teacher/divergence": float((divergences * counts).sum() / max(counts.sum(), 1))}
+
+    def _rows_of(self, number: int) -> Tuple[List[Prompt], List[Prompt]]:
+        """Returns the prompts of a step's rows: of those that the policy answers, and of the others."""
+        rows = [prompt for prompt in self.prompts_of(number) for _ in range(self.settings.num_generations)]
+        is_own = np.random.default_rng([self.seed, number, _OWN]).random(len(rows)) < self.settings.gkd.lmbda
+        first = [row for row, holds in zip(rows, is_own) if holds]
+        return first, [row for row, holds in zip(rows, is_own) if not holds]

@@ -1,0 +1,239 @@
+"""The policies of a run that learn from rewards side by side, one in most runs: sampled, rated and differentiated."""
+
+import contextlib
+import functools
+import time
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+from mindspore import Parameter, nn
+
+from mindlora.core.errors import DivergenceError, RewardError, TeacherError
+from mindlora.data.tokenizers import encode, load_tokenizer
+from mindlora.run.yaml_run import YamlRun
+from mindlora.training.log import logger
+from mindlora.training.rl.policy import Policy
+from mindlora.training.rl.policy_graphs import PolicyGraphs
+from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.rewards import Rewards
+from mindlora.training.rl.rollouts import Answers, Rollouts
+from mindlora.training.rl.teacher import ServedTeacher
+from mindlora.training.rl.tools import tools_of
+from mindlora.training.run_configuration import run_configuration
+
+
+class Policies:
+    """What a train step does before its update: answers, rewards and gradients of K policies.
+
+    They take the same number of prompts in a step, as often, and have one temperature, teacher and tokenizer. One that
+    has ended is neither asked nor rated.
+
+    Args:
+        policies (sequence of Policy): The policies.
+        sampler (mapping): ``tokenizer``, its path; ``rows``, how many of seq_length tokens, which hold several answers
+            each, the gradient of a policy takes at a time; ``folder``, where relative paths begin. The model is that of
+            the run's YAML.
+
+    Attributes:
+        graphs (PolicyGraphs): Those of all of them.
+        rollouts (Rollouts): Their sampler, from the first step on.
+        keep (callable): Is told each policy's number, and the rewards of its answers to the prompts that are held out,
+            float64 [prompts].
+    """
+
+    def __init__(self, policies: Sequence[Policy], sampler: Mapping[str, Any]):
+        self._policies = list(policies)
+        self._sampler = dict(sampler)
+        self._networks: List[nn.Cell] = []
+        self._refresh: Callable[[int], None] = lambda number: None
+        self._rewards: List[Tuple[tuple, Rewards]] = []
+        self.rollouts: Optional[Rollouts] = None
+        self.graphs: Optional[PolicyGraphs] = None
+        self.keep: Callable[[int, np.ndarray], None] = lambda number, rewards: None
+
+    def __getitem__(self, number: int) -> Policy:
+        return self._policies[number]
+
+    def __len__(self) -> int:
+        return len(self._policies)
+
+    @property
+    def learning(self) -> Dict[int, Policy]:
+        """Number -> policy, of those that have not ended."""
+        return {number: policy for number, policy in enumerate(self._policies) if policy.learns}
+
+    def train(
+        self,
+        network: nn.Cell,
+        weights: Tuple[Parameter, ...],
+        networks: Sequence[nn.Cell],
+        refresh: Callable[[int], None] = lambda number: None,
+    ) -> PolicyGraphs:
+        """Makes the graphs of a network.
+
+        Args:
+            network (Cell): The network that trains, with all adapters.
+            weights (sequence of Parameter): What trains.
+            networks (sequence of Cell): For each policy one with its adapter alone, which is sampled from.
+            refresh (callable): Takes the number of a policy, and gives its network the adapter as it is. Default: that
+                is what trains.
+        """
+        self._networks, self._refresh = list(networks), refresh
+        settings = [policy.settings for policy in self._policies]
+        # How a number for each label is computed is the same for all.
+        of_rows = self._policies[0].of_rows
+        has_reference = any(each.beta for each in settings)
+        self.graphs = PolicyGraphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
+        return self.graphs
+
+    def step(self, number: int, update: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
+        """Takes a step, counted from 0: adds up the gradients, and returns what ``update`` does with them.
+
+        ``update`` is given the loss of each policy, and its tokens that count, float64 [K] each.
+
+        Raises, with the adapter's name, DivergenceError if the sampler does not agree with the trainer, RewardError if
+        a reward fails, and TeacherError if a served teacher does.
+        """
+        self.open()
+        learning = self.learning
+        began = time.perf_counter()
+        data, iteration = divmod(number, self._policies[0].settings.num_iterations)
+        if iteration == 0 or any(policy.experience is None for policy in learning.values()):
+            self._sample(data, learning)
+        sampled = time.perf_counter()
+        self._differentiate(learning)
+        losses, tokens = np.zeros(len(self)), np.zeros(len(self))
+        for place, policy in learning.items():
+            losses[place], tokens[place] = policy.loss, policy.tokens
+        with self.turn():
+            outputs = update(losses, tokens)
+        seconds = {"seconds_sampling": sampled - began, "seconds_training": time.perf_counter() - sampled}
+        for policy in learning.values():
+            policy.measures.update(seconds)
+        return outputs
+
+    def _sample(self, data: int, learning: Mapping[int, Policy]) -> None:
+        """Gives each policy that learns its experience of a step of the data."""
+        questions = {number: policy.questions(data) for number, policy in learning.items()}
+        for number in learning:
+            self._publish(number)
+        answered = iter(self.rollouts.answers([each for asked in questions.values() for each in asked]))
+        answers = {}
+        for number, policy in learning.items():
+            answers[number] = policy.answers(data, [next(answered) for _ in questions[number]], self.rollouts)
+        compared = {number: answers[number] for number, policy in learning.items() if policy.settings.beta}
+        references = self.graphs.forward(compared, self.turn, by_reference=True) if compared else {}
+        for number, policy in learning.items():
+            with _named(policy):
+                policy.rate(answers[number], references.get(number), self.rollouts)
+
+    def _differentiate(self, learning: Mapping[int, Policy]) -> None:
+        answers = {number: policy.experience.answers for number, policy in learning.items()}
+        compared = {number: answers[number] for number, policy in learning.items() if policy.compares}
+        now = self.graphs.forward(compared, self.turn) if compared else {}
+        coefficients = {number: policy.coefficients(now.get(number)) for number, policy in learning.items()}
+        given = self.graphs.differentiate(answers, coefficients, self.turn)
+        for number, policy in learning.items():
+            with _named(policy):
+                policy.differentiated(given[number])
+
+    def held_out_measures(self, number: int) -> Dict[str, float]:
+        """Returns what is measured of a policy's answers to held-out prompts: see Policy.held_out_measures."""
+        policy = self._policies[number]
+        self._publish(number)
+        (answers,) = self.rollouts.answers([policy.held_out_question()])
+
+        def differentiate(rows: Answers, coefficients: np.ndarray) -> np.ndarray:
+            return self.graphs.differentiate({number: rows}, {number: coefficients}, self.turn)[number]
+
+        with _named(policy):
+            measures = policy.held_out_measures(answers, self.rollouts, differentiate)
+        if policy.held_out_rewards is not None:
+            self.keep(number, policy.held_out_rewards)
+        return measures
+
+    def turn(self) -> contextlib.AbstractContextManager:
+        """Returns the context in which a graph runs."""
+        return self.rollouts.engine.turns.turn()
+
+    def _publish(self, number: int) -> None:
+        """Lets the sampler answer by a policy as it is now."""
+        self._refresh(number)
+        self.rollouts.publish(self._policies[number].adapter)
+
+    def open(self) -> None:
+        """Makes sampler and rewards, which need the loaded weights, at the first step."""
+        if self.rollouts is not None:
+            return
+        run = YamlRun(run_configuration())
+        model = {"model_config": run.model} if run.is_mcore else run.config["model"]
+        tokenizer = load_tokenizer(self._sampler["tokenizer"])
+        seq_length = model["model_config"]["seq_length"]
+        folder = self._sampler["folder"]
+        tools = None
+        for policy in self._policies:
+            settings = policy.settings
+            if settings.reward_funcs:
+                with _named(policy):
+                    policy.rewards = self._rewards_of(policy, folder)
+                tools = tools or tools_of(policy.rewards, tokenizer, settings)
+            policy.prompts, policy.held_out = prompts_of_run(settings, tokenizer, seq_length, folder, tools)
+        first = self._policies[0].settings
+        if isinstance(first.teacher, ServedTeacher) and not first.teacher.check_tokenizer(
+            functools.partial(encode, tokenizer)
+        ):
+            logger.warning(
+                "rl.teacher: %s has no /tokenize, so that nothing compares its tokenizer with the student's. Make sure "
+                "that it is the same.",
+                first.teacher.url,
+            )
+        for number in range(len(self)):
+            self._refresh(number)
+        self.rollouts = Rollouts(
+            {policy.adapter: network for policy, network in zip(self._policies, self._networks)},
+            model,
+            tokenizer,
+            [policy.settings for policy in self._policies],
+            max(len(prompt.tokens) for policy in self._policies for prompt in [*policy.prompts, *policy.held_out]),
+            run.lora.product_dtype,
+            tools,
+        )
+        for policy in self._policies:
+            logger.info(
+                "rl: %s%d prompts; each step has %d answers to %d of them.",
+                f"{policy.name}: " if policy.name else "",
+                len(policy.prompts),
+                policy.settings.rows,
+                policy.settings.prompts_per_step,
+            )
+
+    def _rewards_of(self, policy: Policy, folder: str) -> Rewards:
+        """Returns the process that rates a policy's answers: policies with the same functions share one."""
+        settings = policy.settings
+        key = (settings.reward_funcs, settings.tools, settings.reward_timeout)
+        shared = next((rewards for known, rewards in self._rewards if known == key), None)
+        if shared is None:
+            shared = Rewards(settings, folder)
+            self._rewards.append((key, shared))
+        return shared
+
+    def end(self, number: int) -> None:
+        """Lets a policy be as it is from now on; with the last one, ends the sampler and the process of the rewards."""
+        self._policies[number].learns = False
+        if self.learning:
+            return
+        if self.rollouts is not None:
+            self.rollouts.close()
+        for _, rewards in self._rewards:
+            rewards.close()
+
+
+@contextlib.contextmanager
+def _named(policy: Policy) -> Iterator[None]:
+    """Names the adapter in errors of one of several policies."""
+    try:
+        yield
+    except (DivergenceError, RewardError, TeacherError) as error:
+        if not policy.name:
+            raise
+        raise type(error)(f"adapter {policy.name}: {error}") from error

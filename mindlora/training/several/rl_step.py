@@ -1,0 +1,73 @@
+"""The train step of several adapters that learn from rewards, each from those of its own answers."""
+
+from typing import Any, Mapping, Sequence, Tuple
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, nn
+from mindspore.common import dtype as mstype
+
+from mindlora.training.model.network import innermost
+from mindlora.training.rl.policies import Policies
+from mindlora.training.rl.policy import Policy
+from mindlora.training.rl.settings import rl_settings
+from mindlora.training.several.stack import pull
+from mindlora.training.several.train_step import StackedAdamW, StackedStep
+from mindlora.training.step.train_step import StepRecord
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class StackedRlTrainOneStepCell(StackedStep):
+    """A train step in which each of K adapters takes the step that RlTrainOneStepCell would take with it alone.
+
+    mindlora-run sets this cell in the YAML of a run with ``rl`` and pet_config.adapters.
+
+    Args:
+        network, optimizer: As for StackedStep.
+        adapters (list of dict): For each adapter its ``name`` and ``rl``, the fields of its RlSettings.
+        sampler (dict): As for RlTrainOneStepCell.
+        **kwargs: As for StackedStep.
+
+    Inputs:
+        - **step** (Tensor) - int32 [1, 1]: the number of the step, from 0.
+
+    Outputs:
+        As in StackedTrainOneStepCell.
+
+    Attributes:
+        policies (Policies): One for each adapter.
+    """
+
+    def __init__(
+        self, network: nn.Cell, optimizer: StackedAdamW, adapters: Sequence[Mapping], sampler: Mapping, **kwargs: Any
+    ):
+        super().__init__(network, optimizer, **kwargs)
+        seed = sampler["seed"]
+        self.policies = Policies([Policy(each["name"], rl_settings(each["rl"]), seed) for each in adapters], sampler)
+        stack = innermost(network, lambda cell: hasattr(cell, "stack")).stack
+        self.graphs = self.policies.train(
+            network, self.weights, stack.networks, lambda number: pull(stack.slices(number))
+        )
+        self.gradients = self.graphs.gradients
+        self.ones = Tensor(np.ones(self.adapters), mstype.float32)
+        self.scale = Tensor(self.scale_sense, mstype.float32)
+
+    def __call__(self, step: Tensor) -> Tuple:
+        return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
+
+    def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
+        return super().__call__(Tensor(losses, mstype.float32), Tensor(tokens, mstype.float32))
+
+    def construct(self, losses: Tensor, tokens: Tensor) -> Tuple:
+        # The losses are means already; where no token counts, there is none, and the adapter's step is skipped.
+        loss, is_skipped, rate, norm = self.update(losses, tokens, self.gradients, self.ones)
+        return loss, is_skipped, self.scale, rate, norm
+
+    def record_of(self, adapter: int) -> StepRecord:
+        """Returns what the last step measured of one adapter."""
+        return super().record_of(adapter)._replace(measures=self.policies[adapter].measures, loss_falls=False)
+
+    def stop(self, adapter: int) -> None:
+        """Lets an adapter be as it is from now on; it is not sampled from any more."""
+        super().stop(adapter)
+        self.policies.end(adapter)

@@ -1,0 +1,180 @@
+"""Several adapters that learn from rewards in one run: each learns what it learns alone."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mindlora.training.report.history import read_history
+from tests.support import rl_runs, tiny_runs
+from tests.support.rl_runs import start
+from tests.support.what_runs import shows
+
+STEPS = 6
+# The first has no reference, and the second has one.
+ADAPTERS = {
+    "first": {"seed": 1, "rl": {"seed": 1, "beta": 0.0}},
+    "second": {
+        **{"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3},
+        "rl": {"seed": 2, "algorithm": "rloo", "num_generations": 5},
+    },
+}
+# What ends a run with an error, what the calls of a reward are, and an adapter whose held-out reward always rises.
+REWARDS = """
+import time
+
+def forgets(prompts, completions, **columns):
+    return [0.0]
+
+def hangs(prompts, completions, **columns):
+    time.sleep(1000)
+
+def is_always_one(prompts, completions, **columns):
+    with open("calls.txt", "a") as file:
+        file.write(f"{len(completions)} ")
+    return [1.0] * len(completions)
+
+held_out = 0
+
+def share_of_e(prompts, completions, **columns):
+    global held_out
+    if len(completions) == 4:
+        held_out += 1
+        return [float(held_out)] * 4
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tokenizer, prompts and rewards."""
+    folder = tmp_path_factory.mktemp("rl")
+    rl_runs.write_inputs(folder)
+    (folder / "several.py").write_text(REWARDS, encoding="utf-8")
+    return folder
+
+
+def nodes(adapters):
+    return [{"name": name, **own} for name, own in adapters.items()]
+
+
+def run(*arguments, **keys):
+    """Runs it, and returns its output folder."""
+    result, output = start(*arguments, **keys)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return output
+
+
+def alone(folder, prefix, name, **keys):
+    """The output folder of a run with one of the adapters alone."""
+    own = dict(ADAPTERS[name])
+    rl, rate = own.pop("rl"), own.pop("learning_rate", None)
+    return run(folder, f"{prefix}{name}", pet=own, rate=rate, **keys, **rl)
+
+
+@pytest.fixture(scope="module")
+def both(library, folder):
+    """The output folder of a run with both adapters."""
+    return run(folder, "both", pet={"adapters": nodes(ADAPTERS)})
+
+
+def is_same(found, expected):
+    """Asserts that two output folders have the same rewards, and adapters that are the same but for rounding."""
+    histories = [read_history(str(output)) for output in (found, expected)]
+    for series in ("reward", "reward_std", "held_out_reward", "completions/mean_length"):
+        values = [history.series(series)[1].tolist() for history in histories]
+        assert values[0] == values[1] and len(values[1]) == (STEPS // 2 if "held_out" in series else STEPS), series
+    kl = [history.series("kl")[1] for history in histories]
+    np.testing.assert_allclose(*kl, rtol=0, atol=1e-6)
+    differences = histories[0].series("agreement/max")[1]
+    assert len(differences) == STEPS and 0 < differences.max() < 1e-4
+    for step in range(2, STEPS + 1, 2):
+        states = [
+            load_file(output / "lora_checkpoint" / f"step_{step}" / "adapter_model.safetensors")
+            for output in (found, expected)
+        ]
+        assert states[0].keys() == states[1].keys() and states[0]
+        for key, array in states[1].items():
+            np.testing.assert_allclose(states[0][key], array, rtol=0, atol=1e-5, err_msg=f"step {step}: {key}")
+    best = [json.loads((output / "lora_checkpoint" / "best" / "best.json").read_text()) for output in (found, expected)]
+    assert best[0]["step"] == best[1]["step"]
+
+
+@shows("several", "qwen3")
+@pytest.mark.parametrize("name", list(ADAPTERS))
+def test_an_adapter_learns_what_it_learns_alone(folder, both, name):
+    is_same(both / name, alone(folder, "alone_", name))
+
+
+def test_the_adapters_are_compared_by_their_held_out_rewards(both):
+    (comparison,) = json.loads((both / "comparison.json").read_text(encoding="utf-8"))
+    assert comparison["measure"]["name"] == "held-out reward"
+    series = {name: read_history(str(both / name)).series("held_out_reward") for name in ADAPTERS}
+    largest = {name: rewards.max() for name, (_, rewards) in series.items()}
+    assert comparison["best"] == max(largest, key=largest.get)
+    values = comparison["measure"]["values"]
+    assert sorted(value["value"] for value in values.values()) == pytest.approx(sorted(largest.values()))
+    for name, (steps, rewards) in series.items():
+        assert comparison["steps"][name] == steps[rewards.argmax()]
+
+
+def test_a_llama_s_adapter_does_so_on_a_base_in_four_bits(library, folder):
+    pet = {"quantize_base": "nf4", "adapters": nodes(ADAPTERS)}
+    output = run(folder, "llama", is_llama=True, pet=pet)
+    own = {**ADAPTERS["second"], "quantize_base": "nf4"}
+    rl, rate = own.pop("rl"), own.pop("learning_rate")
+    is_same(output / "second", run(folder, "llama_alone", is_llama=True, pet=own, rate=rate, **rl))
+
+
+STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
+
+
+@pytest.fixture(scope="module")
+def stopped(library, folder):
+    """The output folder of a run in which one adapter stops at step 4, and what else it needs."""
+    rl = [{"reward_funcs": f"several.py:{name}", "beta": 0.0} for name in ("is_always_one", "share_of_e")]
+    adapters = {"still": {"rl": rl[0]}, "moves": {"rl": rl[1]}}
+    keys = {"pet": {"adapters": nodes(adapters)}, "callbacks": [STOP]}
+    return run(folder, "stopped", **keys), keys
+
+
+def test_an_adapter_that_has_stopped_is_not_sampled_while_the_others_go_on(folder, stopped):
+    output, _ = stopped
+    record = json.loads((output / "adapters.json").read_text(encoding="utf-8"))
+    ended = {each["name"]: each["ended"]["step"] for each in record["adapters"] if each["ended"]}
+    assert ended["still"] == 4 and "EarlyStopping" in json.dumps(read_history(str(output / "still")).events)
+    assert (output / "moves" / "lora_checkpoint" / "step_6").is_dir()
+    # Two steps of two prompts with seven answers each, and the held-out prompts, twice.
+    assert (folder / "calls.txt").read_text(encoding="utf-8").split() == ["14", "14", "4"] * 2
+
+
+def test_a_resumed_run_samples_and_learns_the_same(folder, stopped):
+    whole, keys = stopped
+    shutil.copytree(whole, folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "moves" / "lora_checkpoint" / "step_6")
+    resumed = run(folder, "resumed", resume=True, **keys)
+    for step in ("moves/lora_checkpoint/step_6", "still/lora_checkpoint/step_4"):
+        tiny_runs.assert_same_state(*(output / step for output in (whole, resumed)))
+
+
+@pytest.mark.parametrize(
+    "rl, message",
+    [
+        ({"reward_funcs": "several.py:forgets"}, "adapter second: .*forgets: it returned 1 rewards for 10 completions"),
+        (
+            {"reward_funcs": "several.py:hangs", "reward_timeout": 2},
+            "adapter second: .*hangs has not returned after 2 s and was stopped",
+        ),
+        ({"max_disagreement": 1e-9}, "adapter second: Sampler and trainer differ by .*"),
+    ],
+)
+def test_what_fails_ends_the_run_with_one_error_that_names_the_adapter(library, folder, rl, message):
+    second = ADAPTERS["second"]
+    adapters = {**ADAPTERS, "second": {**second, "rl": {**second["rl"], **rl}}}
+    result, _ = start(folder, "failed", pet={"adapters": nodes(adapters)})
+    assert result.returncode == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
+    assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
