@@ -16,12 +16,12 @@ from mindlora.models import names
 from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.embedding import RowsOfTable, embedding_types
+from mindlora.network.cells.embedding import embedding_types
 from mindlora.network.load_base import CACHES
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.registry import adaptable_linear_types
 from mindlora.network.tree import lora_cells, replace_children, weight_of
-from mindlora.ops.frozen_linear import HELD_DTYPES
+from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenGather
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import ServedCells, engine_of
 from mindlora.serving.engine import Engine
@@ -185,7 +185,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
                 )
             setattr(cell, attribute, _as_served(parameter, found))
         if on_cpu() and isinstance(cell, embedding_types()) and weight_of(cell).dtype in HELD_DTYPES:
-            cell.gather = RowsOfTable()
+            cell.gather = FrozenGather()
 
 
 def _as_served(parameter: Parameter, trained: Parameter) -> Parameter:
