@@ -1,4 +1,4 @@
-"""From a command to its first token and to the end of its first step: time and memory, beside transformers and PEFT.
+"""From a command to its first token and its first step: time and memory, beside transformers and PEFT.
 
 A folder of random bfloat16 weights is made and deleted. In each round mindlora generate answers with one token, from an
 empty folder of graphs and then again; mindlora-run trains LoRA of rank 16 on all linear cells for one step, with the

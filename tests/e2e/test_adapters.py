@@ -53,7 +53,7 @@ def config(folder, adapters=None, **changes):
 
 @pytest.fixture(scope="module")
 def folder(library, tmp_path_factory):
-    """The output of a run with three adapters, and of runs with two of them alone, which compile no graph."""
+    """The output of a run with three adapters, and of runs with two of them alone."""
     folder = tmp_path_factory.mktemp("adapters")
     tiny_runs.write_data(folder / "train.mindrecord", 24)
     tiny_runs.write_data(folder / "short.mindrecord", 16, seed=5)
@@ -65,7 +65,6 @@ def folder(library, tmp_path_factory):
         alone = config(folder, **own)
         alone["lr_schedule"]["learning_rate"] = rate
         alone["train_dataset"]["data_loader"]["dataset_dir"] = str(folder / data)
-        alone["context"]["mode"] = 1
         succeeded(tiny_runs.launch(alone, folder / name))
     return folder
 

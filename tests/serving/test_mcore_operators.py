@@ -97,9 +97,9 @@ def test_without_partial_or_interleaved_rotation_both_devices_have_the_same_angl
     np.testing.assert_array_equal(ascend[1], cpu[1])
 
 
-def test_on_a_cpu_linear_weights_alone_have_16_bits():
+def test_on_a_cpu_linear_weights_and_the_embedding_have_16_bits():
     dtypes = dtypes_of({"params_dtype": "bfloat16", "compute_dtype": "float32"})
-    assert dtypes == FLOATS._replace(linear=ms.bfloat16)
+    assert dtypes == FLOATS._replace(linear=ms.bfloat16, table=ms.bfloat16)
 
 
 def served(target, **keys):

@@ -14,7 +14,6 @@ from mindlora.files.adapters.files import write
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.files.base.quantize import check_quantized_base, quantize_checkpoint
-from mindlora.models.lora_config import LoraConfig
 from tests.support.llama_checkpoints import assert_same, llama, load, save_base
 from tests.support.mcore_checkpoints import (
     CONFIG,
@@ -262,13 +261,6 @@ def test_stacked_experts_are_quantized_as_one_matrix_and_the_run_must_exclude_th
     check_quantized_base(output, ["mlp.experts.weight2"])
     with pytest.raises(CheckpointError, match=r"differ at decoder.layers.\{0..1\}.mlp.experts.weight2"):
         check_quantized_base(output, None)
-
-
-def test_loftq_of_joined_cells_is_refused_with_what_an_mcore_model_allows(tmp_path):
-    source = save_base(tmp_path / "hf", qwen3(), **CONFIG)
-    config = LoraConfig(target_modules=["linear_qkv"], lora_rank=2, lora_init="loftq", quantize_base="nf4")
-    with pytest.raises(CheckpointError, match="linear_qkv are joined cells.*quantize without LoftQ"):
-        quantize_checkpoint(source, str(tmp_path / "q.safetensors"), adapter=str(tmp_path / "a"), config=config)
 
 
 def test_the_command_knows_mcore(tmp_path):

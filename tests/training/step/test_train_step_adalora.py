@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.train.callback._callback import InternalCallbackParam
 
 from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.core.errors import ConfigError
@@ -168,7 +169,7 @@ def whole(tmp_path_factory):
 
 def params(cell, step):
     dataset = types.SimpleNamespace(get_init_step=lambda: step)
-    return types.SimpleNamespace(
+    return InternalCallbackParam(
         train_network=cell, cur_step_num=step, batch_num=STEPS, epoch_num=1, list_callback=[], train_dataset=dataset
     )
 
