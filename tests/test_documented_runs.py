@@ -33,6 +33,9 @@ LEFT = {
     "mindlora data alpaca --input ../../scripts/quickstart_data": "the same",
     "mindlora base convert Qwen3-8B-FP8": "reads a model of 8 GB",
     "mindlora base quantize Qwen3-8B-bnb-4bit": "the same, in 4 bits",
+    "mindlora-run --config qwen3.yaml --load_checkpoint Qwen3-8B-AWQ": "the same",
+    "mindlora generate --model Qwen3-8B-AWQ": "the same",
+    "mindlora-run --config npu.yaml": "trains Qwen3 8B on NPUs",
     "mindlora plan run.yaml --verify": "compiles a run for an NPU, which takes MindSpore's Ascend backend minutes",
 }
 # Pages that tests/e2e goes through, from the first command to the last, and what of them it leaves: how it begins.

@@ -146,6 +146,7 @@ def write_qwen3():
     finally:
         vars(mcore_checkpoints).update(before)
     os.makedirs("Qwen3-8B")
+    save_tokenizer("Qwen3-8B")
     write_arrays("Qwen3-8B/model.safetensors", tensors, {"format": "pt"})
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
     config.update(hidden_size=mcore_checkpoints.HIDDEN, intermediate_size=mcore_checkpoints.INNER)
