@@ -277,11 +277,12 @@ def build(
     with yaml_of(arguments) as config:
         # It takes seconds to import: what is wrong above is said before that.
         import_mindformers()
-        _place_graphs(arguments.no_graph_cache)
         from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
         engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
+    # Not before: it is known now whether the device keeps graphs, and none is compiled until the engine starts.
+    _place_graphs(arguments.no_graph_cache)
     for note in engine.base_notes:
         say(note)
     if engine.runner.rounds and "product_dtype" not in sizes:
@@ -291,14 +292,24 @@ def build(
 
 def _place_graphs(nowhere: bool) -> None:
     """Decides where compiled graphs are kept for later starts: where the user says, else in the user's cache folder."""
+    import mindspore as ms
+
     from mindlora.network.graph_cache import VARIABLE, home_folder
 
     if nowhere:
         os.environ[VARIABLE] = ""
-    elif VARIABLE not in os.environ:
-        os.environ[VARIABLE] = str(home_folder())
-        if not home_folder().exists():
-            say(f"compiled graphs are kept in {home_folder()} for later starts (--no-graph-cache keeps none)")
+    if VARIABLE in os.environ or ms.get_context("device_target") != "CPU":
+        return
+    folder = home_folder()
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"compiled graphs are not kept for later starts: {error}. Set XDG_CACHE_HOME to a folder to write to.")
+        return
+    os.environ[VARIABLE] = str(folder)
+    if is_new:
+        say(f"compiled graphs are kept in {folder} for later starts (--no-graph-cache keeps none)")
 
 
 def prepare_imports() -> None:

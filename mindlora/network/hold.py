@@ -59,7 +59,7 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     missing = [name for name in forms if name.rpartition(".")[0] not in cells]
     if refused or missing:
         if missing:
-            refused.append(f"{listed(missing)}: there is no linear cell of that name")
+            refused.append(f"no linear cell has the name of {listed(missing)}")
         raise UnsupportedCellError(
             f"quantize_base (--quantize-base) is as_stored, but cells cannot hold their weights so. "
             f"{'; '.join(refused)}. {ADVICE}"

@@ -67,6 +67,7 @@ def test_products_that_nobody_asked_for_are_named(tmp_path, monkeypatch, capsys,
     notes = ("14 weights are decoded from GPTQ in 4 bits to bfloat16.",)
     made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=rounds), base_notes=notes)
     monkeypatch.setattr("mindlora.training.launch.serve.build_engine", lambda *_: made)
+    monkeypatch.setenv("MINDLORA_GRAPH_CACHE", "")
     parser = argparse.ArgumentParser()
     add_engine_options(parser, {})
     (tmp_path / "run.yaml").write_text("{}", encoding="utf-8")
@@ -101,3 +102,24 @@ def test_graphs_are_kept_in_the_user_s_folder_unless_told_otherwise(
     assert os.environ["MINDLORA_GRAPH_CACHE"] == (at_home if placed == "graphs" else placed)
     line = f"mindlora: compiled graphs are kept in {at_home} for later starts (--no-graph-cache keeps none)\n"
     assert (line in capsys.readouterr().err) == (placed == "graphs")
+
+
+@pytest.mark.parametrize("caches, device", [("a file", "CPU"), ("a folder", "Ascend")])
+def test_nothing_is_said_to_be_kept_where_it_cannot_be(tmp_path, monkeypatch, capsys, caches, device):
+    made = types.SimpleNamespace(runner=types.SimpleNamespace(rounds=False), base_notes=())
+    monkeypatch.setattr("mindlora.training.launch.serve.build_engine", lambda *_: made)
+    monkeypatch.setattr("mindspore.get_context", lambda name: device)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / caches))
+    # So that it is as before when the test ends.
+    monkeypatch.setenv("MINDLORA_GRAPH_CACHE", "")
+    monkeypatch.delenv("MINDLORA_GRAPH_CACHE")
+    (tmp_path / "a file").write_text("", encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser, {})
+    (tmp_path / "run.yaml").write_text("{}", encoding="utf-8")
+    build(parser.parse_args(["--config", str(tmp_path / "run.yaml")]), registry=None)
+    said = capsys.readouterr().err
+    assert "MINDLORA_GRAPH_CACHE" not in os.environ and "graphs are kept" not in said
+    refusal = f"compiled graphs are not kept for later starts: [Errno 20] Not a directory: '{tmp_path}/a file/mindlora"
+    assert (refusal in said) == (device == "CPU")
+    assert not (tmp_path / "a folder").exists()

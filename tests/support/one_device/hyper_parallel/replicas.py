@@ -35,7 +35,7 @@ class _HasPlacements(type):
 
 
 class DTensor(metaclass=_HasPlacements):
-    """A tensor that is marked as distributed; there is no class of its own here."""
+    """The type of distributed tensors: every tensor with placements is one."""
 
 
 class DeviceMesh:
