@@ -52,6 +52,9 @@ _BOOKKEEPING = {
 }
 # A class lists in it the attributes that change while it trains and that no graph reads: no key depends on them.
 UNREAD = "UNREAD_BY_GRAPHS"
+# MindFormers notes in a model's configuration which data a run trains on, and the settings of its adapters. What these
+# make of the model is in the key cell by cell; seeds, rates, names and paths are in no graph.
+_CONFIGURATIONS, _NOTED = ("PretrainedConfig", "TransformerConfig"), ("dataset_config", "pet_config")
 _SETTINGS = ("mode", "device_target", "jit_level", "jit_config", "jit_syntax_level", "deterministic", "max_call_depth")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, np.generic, np.dtype)
 # Packages whose version, or whose files in the key, say what their functions are.
@@ -343,9 +346,8 @@ class _Walk:
         self._token("object", _name(kind))
         self.add(kind, where)
         unread = getattr(kind, UNREAD, ())
-        if any(base.__name__ == "PretrainedConfig" for base in kind.__mro__):
-            # MindFormers notes in a model's configuration which data the run trains on.
-            unread = ("dataset_config",)
+        if any(base.__name__ in _CONFIGURATIONS for base in kind.__mro__):
+            unread = _NOTED
         attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
             # What is lazy is None until somebody asks for it, and empty then.
