@@ -73,7 +73,6 @@ LONG = (
     "tests/scripts/test_bench_start.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
-    "tests/training/exchange/test_ranks.py::test_all_ranks",
     "tests/training/several/test_mcore_runs.py",
     "tests/training/several/test_rl_runs.py::test_a_llama_s_adapter",
 )
