@@ -46,7 +46,7 @@ class BestRows(Callback):
         self.number = number
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return self.held_out.state_of(self.number)
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class EachAdapter(each_adapter.EachAdapter):
         """Leaves what is said as it is for one adapter."""
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {
             run.name: {
                 "settings": run.settings,
