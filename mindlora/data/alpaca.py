@@ -1,4 +1,4 @@
-"""Converts instruction data in Alpaca's format to MindRecord; the prompt is masked out of the loss."""
+"""Conversion of instruction data in Alpaca's format to MindRecord, with the prompt masked out of the loss."""
 
 import dataclasses
 import string

@@ -1,4 +1,4 @@
-"""Converts conversations of several turns to MindRecord; only the assistant's turns count in the loss."""
+"""Conversion of conversations with several turns to MindRecord; only the assistant's turns count in the loss."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""Chat templates: turn a conversation into the text that a model sees, and find the assistant's parts in it.
+"""Chat templates, which turn a conversation into the text that a model sees and mark the assistant's parts in it.
 
 A template is a Jinja program that comes with the tokenizer. Some templates mark what the assistant says, by ``{%
 generation %}``. For all others, the turns are found by rendering the beginnings of the conversation. An assistant's

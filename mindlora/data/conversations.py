@@ -1,4 +1,4 @@
-"""Converts stored conversations, in ShareGPT's or OpenAI's layout, to the messages that chat templates take."""
+"""Conversion of stored conversations, in ShareGPT's or OpenAI's layout, to the messages that chat templates take."""
 
 import json
 from typing import Any, Dict, List, NamedTuple, Optional

@@ -37,7 +37,7 @@ class DataReport:
         longest (int): Tokens in the longest example.
         seq_length (int): seq_length of the model; a row has one token more.
         vocab_size (int): The smallest vocab_size that the model may have.
-        notes (list of str): What else the user should know.
+        notes (list of str): Further notes for the user.
         held_out (str or None): The MindRecord of the held-out rows.
         skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
         truncated (list of str): Locations of the rows that were cut.

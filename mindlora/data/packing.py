@@ -1,4 +1,4 @@
-"""Packing: puts many complete examples into a row; the model must keep them apart (mindlora.training.step.packing).
+"""Packing of many complete examples into a row; the model must keep them apart (mindlora.training.step.packing).
 
 An example begins at each boundary token. Every row of a packed MindRecord names that token in the column ``boundary``,
 int32 [1], so that a run can detect packed data; MindFormers reads only the columns in input_columns.

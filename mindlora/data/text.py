@@ -1,4 +1,4 @@
-"""Converts plain text to MindRecord, packed into full rows, for pretraining."""
+"""Conversion of plain text to MindRecord, packed into full rows, for pretraining."""
 
 import re
 from typing import Any, Iterator, List, Optional, Sequence
@@ -34,7 +34,7 @@ def convert_text(
         input_path (str): Text in UTF-8.
         output_path, tokenizer, seq_length: As in convert_alpaca.
         paragraphs (bool): Make each paragraph a document, with bos and eos around it; blank lines separate paragraphs.
-            Default: False, the whole file is one document.
+            Default: False, the file is one document.
         train_vocab_size, train_texts, base, ignore_token_id, overwrite: As in Settings.
 
     Returns:

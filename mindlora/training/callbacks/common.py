@@ -177,7 +177,7 @@ class RateCallback(Callback):
 class PeriodicCallback(Callback):
     """A callback that acts every ``every`` steps, and after the last one.
 
-    ``name`` is what the YAML calls ``every``; ConfigError is raised if that is not a whole number of at least 1.
+    ``name`` is the key of ``every`` in the YAML; ConfigError is raised unless it is a whole number of at least 1.
     """
 
     def __init__(self, name: str, every: int):

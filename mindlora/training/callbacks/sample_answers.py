@@ -21,7 +21,7 @@ from mindlora.training.model.network import evaluated_model
 class SampleAnswers(Callback):
     """Answers prompts before the first step and after the last one, greedily, for the log and the report of the run.
 
-    Each token takes a pass over the whole window of seq_length tokens, since a network in training has no KV cache.
+    Each token takes a pass over the window of seq_length tokens, since a network in training has no KV cache.
 
     Args:
         prompts (list of str): The instructions to answer.

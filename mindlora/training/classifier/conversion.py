@@ -1,4 +1,4 @@
-"""Converts labeled texts and labeled words to MindRecord: the rows that a classifier learns from.
+"""Conversion of labeled texts and labeled words to MindRecord: the rows that a classifier learns from.
 
 A row has the columns of all conversions, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. As with tokens, a
 label stands one place after the position that predicts it: a text's label after its last token, a word's label after

@@ -40,7 +40,7 @@ class _Classifier(LlamaForCausalLM):
 
 @register
 class LlamaForSequenceClassification(_Classifier):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register
@@ -69,7 +69,7 @@ register_mcore = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy
 
 @register_mcore
 class Qwen3ForSequenceClassification(_InGraphMode, TrainingQwen3ForCausalLM):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register_mcore

@@ -47,7 +47,7 @@ register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False
 @register
 @register_parallelize(parallelize_gptmodel)
 class Qwen3ForSequenceClassification(_InPynative, PyNativeQwen3ForCausalLM):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register

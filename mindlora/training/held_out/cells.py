@@ -1,4 +1,4 @@
-"""Cells that compute the held-out loss of a MindFormers model, and the labels of a classifier."""
+"""Cells that compute the held-out loss of a MindFormers model, and the confusion matrix of a classifier."""
 
 from typing import Tuple
 

@@ -51,7 +51,7 @@ def labeled_batches(
             loaded_rows.
         batch_size (int): Rows of the data in a batch.
         ignored (int): The label that never counts; filler rows have no other label.
-        parts (int): What divides the number of rows. Default: 1.
+        parts (int): A divisor of the number of rows. Default: 1.
     """
     columns = ["input_ids", "labels"]
     if isinstance(data, str):
@@ -73,7 +73,7 @@ def filled_batches(
         dataset (Dataset): Rows of integers.
         batch_size (int): Rows of the data in a batch.
         absent (sequence of int): For each column, the value in filler rows; None to copy the last row.
-        parts (int): What divides the number of rows. Default: 1.
+        parts (int): A divisor of the number of rows. Default: 1.
     """
     size = 0
     for columns in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1, output_numpy=True):

@@ -163,7 +163,7 @@ def prepare(config: MindFormerConfig) -> None:
     """Checks a run's configuration and fills in derived settings: a preset's learning rate, resuming and so on.
 
     The YAML, with the command line's overrides, is changed in place. Raises ConfigError if a setting is wrong; the
-    message gives the key, its value, and what it must be.
+    message gives the key, its value, and the allowed values.
     """
     if not config.model or not config.model.model_config:
         refuse([error("model.model_config", "The YAML has no model.model_config: write a complete MindFormers YAML.")])

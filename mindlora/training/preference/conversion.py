@@ -1,4 +1,4 @@
-"""Converts preferences to MindRecord: pairs of answers, or judged answers, in rows that a train step compares.
+"""Conversion of preferences to MindRecord: pairs of answers, or judged answers, in rows that a train step compares.
 
 A row has four int32 columns, which mindlora.training.preference.loss.PreferenceLoss takes: ``input_ids``,
 ``labels``, ``answers``, and ``pairs`` or ``judgments``. Without packing, a row holds one example as

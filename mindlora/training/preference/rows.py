@@ -1,4 +1,4 @@
-"""Reads a prompt and its answers from the layouts of TRL, LLaMA-Factory, Anthropic and UltraFeedback.
+"""Preferences in the layouts of TRL, LLaMA-Factory, Anthropic and UltraFeedback, read as a prompt and its answers.
 
 A row holds a pair, the chosen and the rejected answer to one prompt, or one answer labeled as desirable or not::
 

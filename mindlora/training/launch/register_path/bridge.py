@@ -1,7 +1,7 @@
 """The module for ``auto_register: bridge.LlamaConfig``, to use mindlora under MindFormers' run_mindformer.py.
 
-That line belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded when
-pet_config is read. MindFormers copies this file elsewhere before importing it, hence the absolute imports.
+This setting belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
+when pet_config is read. MindFormers copies this file elsewhere before importing it, hence the absolute imports.
 """
 
 from typing import Mapping, Optional

@@ -1,7 +1,7 @@
 """The module for ``auto_register: pynative_bridge.Adapters``, to use mindlora under run_mindformer.py --mode 1.
 
-That line belongs under model, which MindFormers reads before it builds the model and its adapters. MindFormers copies
-this file elsewhere before importing it, hence the absolute import.
+This setting belongs under model, which MindFormers reads before it builds the model and its adapters. MindFormers
+copies this file elsewhere before importing it, hence the absolute import.
 """
 
 from mindlora.training.pynative import hooks  # noqa: F401  importing it replaces MindFormers' LoRA
