@@ -259,7 +259,7 @@ class Vocabulary:
             return
         if not isinstance(self.tokenizer, str):
             raise DataError(
-                "train_vocab_size asks for a new tokenizer: give the path to save it at, not a loaded tokenizer."
+                "train_vocab_size requests a new tokenizer: give the path to save it at, not a loaded tokenizer."
             )
         for path in self.train_texts:
             if bare_name(path).endswith(_ENDINGS_OF_ROWS):
@@ -282,7 +282,7 @@ class Vocabulary:
         notes = [f"{self.tokenizer}: a tokenizer of {len(trained)} tokens, trained on {learned_from}"]
         if len(trained) < self.train_size:
             notes.append(
-                f"it is smaller than the {self.train_size} tokens asked for, because no other pair occurs twice"
+                f"it is smaller than the {self.train_size} tokens requested, because no other pair occurs twice"
             )
         return trained, notes + self._of_the_base(trained)
 

@@ -116,6 +116,6 @@ def _how_to_go_on(params):
     if not folders:
         return "Nothing was saved: callbacks has no LoraCheckpoint."
     return (
-        f"It is saved in {folders[0]}. To go on, repeat the command with --resume, or set resume: True in "
+        f"It is saved in {folders[0]}. To resume, repeat the command with --resume, or set resume: True in "
         "LoraCheckpoint."
     )

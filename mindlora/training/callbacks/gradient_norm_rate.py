@@ -13,7 +13,7 @@ from mindlora.training.callbacks.common import RateCallback, Rule, RuleCallback,
 
 _MESSAGES = {
     "cut": "GradientNormRate: the gradient norm {norm:.4g} is a spike; the factor of the learning rate falls",
-    "recovered": "GradientNormRate: no spike has come again; the factor of the learning rate is back",
+    "recovered": "GradientNormRate: no further spike; the factor of the learning rate is back",
     "highest": "GradientNormRate: the factor of the learning rate has risen",
 }
 

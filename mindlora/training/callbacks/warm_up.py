@@ -38,7 +38,7 @@ class WarmUp(RateCallback):
         used = self.factor
         self._choose(params)
         if used < 1 and (params.cur_step_num == 1 or self.factor == 1):
-            until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to that of the schedule"
+            until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to the schedule's rate"
             rate = step_record(params).learning_rate
             report_event(params, "learning_rate", f"WarmUp: the learning rate was {rate:.4g}, and {until}.")
 

@@ -119,7 +119,7 @@ def _check(asked: _Asked) -> Iterator[Finding]:
         if name in _OF_TOKENS:
             yield error(
                 f"callbacks.{name}",
-                f"{name} is about texts that the model writes, but the model is a classifier.",
+                f"{name} needs a model that writes texts, but the model is a classifier.",
                 "Remove it.",
             )
 

@@ -371,7 +371,7 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
         problem = f"{path} was written by {_text(saved)}, but this run has {_text(expected)}"
     logger.warning(
         "Gradients that were not sent start at zero on rank %d: %s. Resume with the files and the settings of the run "
-        "to go on exactly.",
+        "to continue exactly.",
         get_rank(),
         problem,
     )

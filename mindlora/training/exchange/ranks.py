@@ -65,6 +65,6 @@ def check_agreement(parameters: Sequence[Parameter], step: int) -> None:
     if differing:
         raise LoraError(
             f"After step {step}, the trained parameters of rank {', '.join(map(str, differing))} differ from those of "
-            "rank 0, so the ranks no longer train one adapter. Resume from a step before; if it happens again, look "
-            "for what differs between the machines (versions, hardware errors)."
+            "rank 0, so the ranks no longer train one adapter. Resume from an earlier step; if it happens again, look "
+            "for differences between the machines (versions, hardware errors)."
         )

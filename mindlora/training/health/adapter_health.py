@@ -73,8 +73,8 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
             )
         if get_real_rank() == 0 and _recording_step(params) is None:
             logger.warning(
-                "AdapterHealth: the train step records no gradient norms, so nothing is said about gradients. Set "
-                "runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
+                "AdapterHealth: the train step records no gradient norms, so there are no findings about gradients. "
+                "Set runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
             )
 
     def on_train_step_begin(self, run_context: RunContext) -> None:

@@ -147,7 +147,7 @@ class TrainingGuard(Callback):
         if self.rollbacks > self.max_rollbacks:
             self.failure = (
                 f"{_NAME} ended the run at step {params.cur_step_num}: {reason}, after {self.max_rollbacks} returns "
-                f"to an earlier state. The adapter is that of step {origin}. Look at the data and at learning_rate."
+                f"to an earlier state. The adapter is that of step {origin}. Check the data and learning_rate."
             )
             report_event(params, "divergence", self.failure)
             run_context.request_stop()

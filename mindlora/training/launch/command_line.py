@@ -52,10 +52,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=True,
         metavar="STEP_FOLDER",
-        help="go on with a saved run: from the newest step in its folder, or from the one named",
+        help="resume a saved run, from the newest step in its folder or from a given step folder",
     )
     parser.add_argument(
-        "--predict_data", nargs="+", metavar="DATA", help="what to predict from: texts, a file, or a folder of pictures"
+        "--predict_data",
+        nargs="+",
+        metavar="DATA",
+        help="the input of a prediction: texts, a file, or a folder of pictures",
     )
     parser.add_argument(
         "--modal_type", nargs="+", metavar="KIND", help="kind of each value of --predict_data: text, image or video"
@@ -75,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--options", nargs="+", metavar="KEY=VALUE", help="overrides in the form key=value")
     rest = parser.add_argument_group(
         "set a key of the YAML",
-        "Each of these flags of run_mindformer.py sets one key: the one of the same name, or the one in parentheses.",
+        "Each of these flags of run_mindformer.py sets one key: the key of the same name, or the key in parentheses.",
     )
     _add_flags(rest, [name for name in FLAGS if name not in _FIRST])
     return parser

@@ -38,7 +38,7 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     if held is not None:
         raise ConfigError(
             f"The base is in {held}, and on a CPU EVA computes its activations in float32: add "
-            f"--{MODEL}.{dtype_key(run)} float32 to this command. The adapter goes with either."
+            f"--{MODEL}.{dtype_key(run)} float32 to this command. The adapter works with either dtype."
         )
     batches = batches_of(run, rows, batch_size)
     yaml.use_parallel = False

@@ -29,7 +29,7 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
     if not config.load_checkpoint and not random_base:
         raise ConfigError(
             f"run_mode is {config.run_mode} and load_checkpoint is empty, so the base would have random weights. Name "
-            "the base with --load_checkpoint, or say --random_base if this is meant."
+            "the base with --load_checkpoint, or pass --random_base if that is intended."
         )
     if config.run_mode == "predict":
         _check_predict(config)
@@ -72,7 +72,7 @@ def _check_output(config):
 
 def _check_predict(config):
     if not config.input_data:
-        raise ConfigError("run_mode is predict, but there is nothing to go on with: give texts with --predict_data.")
+        raise ConfigError("run_mode is predict, but there is no input: give texts with --predict_data.")
     tokenizer = (config.processor or {}).get("tokenizer") or {}
     files = {key: tokenizer[key] for key in ("tokenizer_file", "vocab_file") if key in tokenizer}
     if files and not any(files.values()):

@@ -227,7 +227,7 @@ def _resume(config, step_folder):
     if config.run_mode not in TRAINING_MODES or not saving:
         obstacle = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
         raise ConfigError(
-            f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}. Train with "
+            f"--resume continues a training run that LoraCheckpoint saved, but {obstacle}. Train with "
             "LoraCheckpoint, or leave --resume out."
         )
     saving[0]["resume"] = step_folder
@@ -248,7 +248,7 @@ def _say_how_to_go_on(config, began):
     for folder in _last_steps(config):
         if os.path.getmtime(folder) >= began:
             print(
-                f"mindlora-run: saved in {folder}. To go on from there, repeat the command with --resume.",
+                f"mindlora-run: saved in {folder}. To resume from there, repeat the command with --resume.",
                 file=sys.stderr,
             )
             return

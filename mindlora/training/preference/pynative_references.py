@@ -86,4 +86,4 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         pynative_run.make_trainer(content).train()
     except _Kept as kept:
         return kept.counts
-    raise ConfigError(f"MindFormers' Trainer ended before it called {WRITER}: its log says why. Correct that.")
+    raise ConfigError(f"MindFormers' Trainer ended before it called {WRITER}: its log says why. Correct the cause.")

@@ -181,7 +181,7 @@ class Callbacks(TrainerCallback):
                 self.params,
                 "resume",
                 f"The run goes on after step {step}, whose checkpoint holds nothing of {listed(anew)}: these begin "
-                "anew. Resume with the callbacks of the run to go on exactly.",
+                "anew. Resume with the callbacks of the run to continue exactly.",
             )
 
     def _call(self, event, names, args, state, kwargs):
@@ -243,7 +243,7 @@ def _how_to_go_on(checkpoint):
     if not checkpoint.enable_save:
         return "MindFormers saved nothing: checkpoint.enable_save is False."
     return (
-        f"MindFormers has saved it in {checkpoint.save_path}. To go on, repeat the command of mindlora-run with "
+        f"MindFormers has saved it in {checkpoint.save_path}. To resume, repeat the command of mindlora-run with "
         "--resume, or set checkpoint.load_path to that, and no_load_optim: False."
     )
 

@@ -41,7 +41,7 @@ def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
     missing = [parameter.name for parameter in parameters if gradient_of(parameter) is None]
     if missing:
         raise LoraError(
-            f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
+            f"The loss has no gradient for {listed(missing)}, which are trainable: the model does not use these cells. "
             "Remove them from target_modules."
         )
 

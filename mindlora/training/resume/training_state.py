@@ -195,7 +195,8 @@ def restore_state(folder: str, params: InternalCallbackParam) -> None:
     distribute_state(params.train_network)
     for name in restore_callbacks(read_metadata(folder).get("callbacks") or {}, params.list_callback):
         logger.warning(
-            "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
+            "%s has no state of %s, which starts from scratch. Resume with the callbacks of the run to continue "
+            "exactly.",
             folder,
             name,
         )

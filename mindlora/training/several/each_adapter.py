@@ -210,7 +210,7 @@ class EachAdapter(Callback):
     def tell_how_to_go_on(self, params: InternalCallbackParam) -> None:
         """Keeps the message for a stopped run."""
         params["how_to_go_on"] = (
-            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
+            f"All adapters are saved in {self.saved_in}. To resume, repeat the command with --resume, or set "
             "resume: True in LoraCheckpoint."
         )
         if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
@@ -241,7 +241,7 @@ class EachAdapter(Callback):
             run.end_step()
             if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
                 reason = run.ended["reason"] or "Its run has ended."
-                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
+                logger.warning("step %d: the adapter %s stops learning. %s", params.cur_step_num, run.name, reason)
                 self.left.add(run.name)
                 self._write_record()
         if not self._learning(params):

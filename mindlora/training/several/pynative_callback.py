@@ -58,7 +58,7 @@ class EachAdapter(each_adapter.EachAdapter):
         anew = training_state.restore_callbacks(state["callbacks"], run.callbacks)
         if anew and self.states:
             found = f"The checkpoint holds nothing of {listed(anew)} of the adapter {run.name}: these begin anew."
-            report_event(run.params, "resume", f"{found} Resume with the callbacks of the run to go on exactly.")
+            report_event(run.params, "resume", f"{found} Resume with the callbacks of the run to continue exactly.")
         if state["ended"]:
             run.step.stop()
             run.ended = dict(state["ended"])

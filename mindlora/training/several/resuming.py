@@ -54,8 +54,8 @@ def find_saved(
         needed = {name: before[name]["step"] if name in before else step for name in steps}
         if len(before) == len(steps):
             raise ConfigError(
-                f"{directory}: at step {step} no adapter learns any more, so nothing is left to train. Name an earlier "
-                "step folder to resume from, or set resume to False for a new run."
+                f"{directory}: at step {step} all adapters have stopped learning, so nothing is left to train. Name an "
+                "earlier step folder to resume from, or set resume to False for a new run."
             )
         if all(at in steps[name] for name, at in needed.items()):
             folders = {name: training_state.resume_folder(directory, steps[name][at]) for name, at in needed.items()}

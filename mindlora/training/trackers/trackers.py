@@ -157,7 +157,7 @@ def _read_ids(directory: str) -> Dict[str, str]:
         with open(path, "rb") as file:
             return parse_object(file.read(), path, ConfigError)
     except LoraError as error:
-        logger.warning("The trackers begin new runs. To go on with those of before, read this: %s", error)
+        logger.warning("The trackers begin new runs. To continue the earlier runs, correct this: %s", error)
         return {}
 
 
