@@ -193,8 +193,7 @@ def prompt_form(arguments: argparse.Namespace, tokenizer: Any, chat: bool = Fals
 
 
 def _read_sampling(arguments: argparse.Namespace) -> "Sampling":
-    r"""Returns the checked sampling of the options; the caller sets max_tokens. 
-     in --stop is a new line."""
+    r"""Returns the checked sampling of the options; the caller sets max_tokens. \n in --stop is a new line."""
     from mindlora.serving.request import Sampling
     from mindlora.serving.sampling import check_sampling
 

@@ -170,7 +170,7 @@ def basis_of(run: Run) -> str:
 
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
-    """Returns the parameters of a stage: its layers; the embedding on the first; parts behind the layers on the last."""
+    """Returns the parameters of a stage: its layers', and those before the first and behind the last layer."""
     layers = run.division.layers(run.layers, stage)
     last = run.division.pipeline - 1
 
