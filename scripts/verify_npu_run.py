@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Cleaner:
-    """Removes host and user names, addresses and paths from a text.
+    """A function that removes host and user names, addresses and paths from a text.
 
     Args:
         places (mapping): Folder -> its replacement; a folder within another must have a longer path.
@@ -110,7 +110,7 @@ class Unwritable(Exception):
 
 
 class Log(threading.Thread):
-    """Copies a command's output to its log, line by line, cleaned.
+    """A thread that copies a command's output to its log, line by line, cleaned.
 
     Attributes:
         last (str): The last line that is not empty.

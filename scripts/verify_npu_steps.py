@@ -61,7 +61,7 @@ HOUR, PROBE_LIMIT = 3600, 600  # seconds
 
 @dataclasses.dataclass
 class Place:
-    """Where the steps run.
+    """The environment in which the steps run.
 
     Attributes:
         given (argparse.Namespace): The options.

@@ -17,7 +17,7 @@ FIELDS = ("instruction", "input", "output")
 
 @dataclasses.dataclass(frozen=True)
 class PromptTemplate:
-    """Makes a prompt from an instruction and an input, by one of two format strings.
+    """A template that makes a prompt from an instruction and an input, by one of two format strings.
 
     ``with_input`` is None if the template cannot take an input; ``without_input`` is for rows whose input is empty.
     """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """A report of what a conversion read, skipped and wrote.
+    """A report on the rows that a conversion read, skipped and wrote.
 
     Attributes:
         output (str): The MindRecord.

@@ -61,7 +61,7 @@ class EarlyStopping(RuleCallback):
 
 
 class EarlyStop(Rule):
-    """Counts the measurements since the best one.
+    """A rule that counts the measurements since the best one.
 
     A measurement m improves on the best one b if m < b - min_delta (mode min) or m > b + min_delta (mode max). NaN does
     not improve.

@@ -95,7 +95,7 @@ class ReduceOnPlateau(RateCallback):
 
 @dataclasses.dataclass(eq=False)
 class PlateauRate(Rule):
-    """Decides after each measurement whether to cut the rate.
+    """A rule that decides after each measurement whether to cut the rate.
 
     A measurement m improves on the best measurement b, and replaces it, if
 

@@ -32,7 +32,7 @@ _TENSOR = "unsent"
 
 
 class FlatLayout:
-    """Where each parameter's gradient lies in the flat vector: one after the other, in the order of ``parameters``.
+    """The layout of the flat vector: the gradients of ``parameters``, one after another, in order.
 
     ``flatten`` turns a tuple of gradients into the vector, float32 [size]; ``unflatten`` turns the vector into float32
     gradients in the shapes of the parameters. ``offsets`` says where each gradient begins.

@@ -210,7 +210,7 @@ class Situation:
 
 
 class HealthRules:
-    """Judges a run's reports one after another, and returns the new findings."""
+    """The rules that judge a run's reports one after another, and find what is new."""
 
     def __init__(self) -> None:
         self.gradients: Dict[str, List[float]] = {}

@@ -169,7 +169,7 @@ def _is_left_to_loss_scale(step, outputs, loss):
 
 
 class RunGuard(Rule):
-    """Watches loss and gradient norm for spikes, steps skipped in a row, and a steadily climbing loss.
+    """A rule that watches for spikes of loss and gradient norm, skipped steps in a row, and a climbing loss.
 
     Logarithms make the limits independent of scale. From the last ``window`` values x of the loss or of the gradient
     norm, NaN and infinity left out:

@@ -37,7 +37,7 @@ from mindlora.training.several.stack import draw, stack_adapters
 
 
 class LoadedBase:
-    """Compares the base that an adapter was trained on with the loaded base, once there is one.
+    """A late comparison of the base that an adapter was trained on with the loaded base.
 
     The base of ``network`` has no values yet; on_base_mismatch is "error", "warn" or "ignore".
     """

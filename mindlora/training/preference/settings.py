@@ -22,7 +22,7 @@ _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 
 
 class LossKind(NamedTuple):
-    """How a preference loss differs from others, apart from its equation (mindlora.training.preference.loss).
+    """The properties of a preference loss, apart from its equation (mindlora.training.preference.loss).
 
     Attributes:
         source (str): The loss's paper and year.
@@ -66,7 +66,7 @@ LOSSES: Dict[str, LossKind] = {
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """How a run learns from preferences; docs/preferences.md has the equations.
+    """Settings of learning from preferences; docs/preferences.md has the equations.
 
     Args:
         loss (str): dpo, ipo, hinge, kto, simpo, orpo, cpo, or for a reward model reward. Default: "dpo".

@@ -82,7 +82,7 @@ class HistoryWriter:
 
 
 class HistoryReader:
-    """Reads metrics.jsonl while it is written.
+    """A reader of metrics.jsonl while it is written.
 
     Args:
         path (str): The file.

@@ -90,7 +90,7 @@ _EVENTS = 200
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run on the page.
+    """A run on the page.
 
     Attributes:
         name (str): A name that distinguishes the run from the others.

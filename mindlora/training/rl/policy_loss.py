@@ -42,7 +42,7 @@ class Advantages(NamedTuple):
 
 
 class Distillation(NamedTuple):
-    """How much more likely each token is under a teacher than under the policy that sampled it.
+    """Token advantages: how much more likely each token is under a teacher than under the policy that sampled it.
 
     Attributes:
         values (array): float64 [rows, tokens], the advantages; 0 where the mask is False.

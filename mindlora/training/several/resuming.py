@@ -12,7 +12,7 @@ RECORD = "adapters.json"
 
 
 class SavedAdapter(NamedTuple):
-    """Where one adapter of a run continues, or stays.
+    """The step folder from which one adapter of a run continues, or at which it stays.
 
     Attributes:
         folder (str): Its step folder.

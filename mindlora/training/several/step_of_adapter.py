@@ -44,7 +44,7 @@ class HeldOutRows(CompiledOnce):
 
 
 class HeldOutOfAdapters:
-    """Measures all adapters' held-out losses when one of them is requested, once per step.
+    """The held-out losses of all adapters, measured when one of them is requested, once per step.
 
     Args:
         cell, adapters: As for HeldOutRows.

@@ -27,7 +27,7 @@ class ScaledSchedule(LearningRateSchedule):
 
 
 class RateFactor:
-    """Multiplies all learning rates of an optimizer by one factor: the product of several sources' factors.
+    """A factor of all learning rates of an optimizer: the product of several sources' factors.
 
     The schedules of the optimizer, MindSpore's or MindFormers', are replaced by factored ones.
     """
