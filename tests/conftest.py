@@ -91,14 +91,6 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_collection(session):
-    """Collects without Python's search for garbage: of so many tests it finds none."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def pytest_configure(config):
     """Makes the folder of graphs for all runs, and lets pytest-xdist keep the order of the tests below."""
     if forked.GRAPHS not in os.environ:
