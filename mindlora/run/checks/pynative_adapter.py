@@ -18,7 +18,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 # What of a YAML is supported under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
 
 # Callbacks that need what graph mode alone has.
-GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "RlReport")
+GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck")
 # Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
 _GRAPH_MODE_NODES = {
     "runner_wrapper": "the Trainer builds its own train step",

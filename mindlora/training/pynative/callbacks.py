@@ -32,6 +32,8 @@ from mindlora.training.pynative.initialization import Initialization
 from mindlora.training.pynative.train_step import TrainStep, gradient_of, shifted
 from mindlora.training.resume import collectives, training_state
 from mindlora.training.resume.training_state import warn_about_draws
+from mindlora.training.rl.callback import RlReport
+from mindlora.training.rl.pynative import RlStep
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.pynative import StackedStep, several_of
 from mindlora.training.several.pynative_callback import EachAdapter, run_facts
@@ -209,7 +211,9 @@ def with_callbacks(handler: Callable) -> Callable:
         collectives.set_rank_count(current_trainer().world_size if whole else 1)
         if whole and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
-            step = TrainStep(model[0], optimizer, norms) if several is None else StackedStep(model[0], optimizer)
+            step = _step(model[0], optimizer, norms)
+            if hasattr(step, "policies"):
+                ours.append(RlReport())
             if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
                 ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
@@ -219,6 +223,16 @@ def with_callbacks(handler: Callable) -> Callable:
         return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 
     return handle
+
+
+def _step(model: nn.Cell, optimizer: nn.Optimizer, norms: bool) -> TrainStep:
+    """Returns the TrainStep of a run; ``norms`` says whether callbacks ask for gradient_norms()."""
+    if several_of(model) is not None:
+        return StackedStep(model, optimizer)
+    config = plain(current_trainer().config.to_dict())
+    if config.get("rl") is None:
+        return TrainStep(model, optimizer, norms)
+    return RlStep(model, optimizer, norms, config)
 
 
 def train_step_of_trainer(trainer: Any) -> Any:
@@ -265,6 +279,8 @@ def with_begun_step(training_step: Callable) -> Callable:
         if step is None:
             return training_step(trainer, *arguments, **keywords)
         step.begin()
+        if isinstance(step, RlStep):
+            return step.take(trainer)
         if trainer.num_accumulation_steps > 1 or collectives.rank_count() > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
             step.accumulate([step.rows(batch) for batch in batches])

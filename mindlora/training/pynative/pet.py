@@ -36,6 +36,7 @@ from mindlora.training.pynative.checkpoints import check_loaded, check_quantizat
 from mindlora.training.pynative.initialization import configuration_of, mark_saved_modules, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
+from mindlora.training.rl.pynative_preparation import prepare_pynative_rl, with_steps_of_rl
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
 from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
@@ -194,6 +195,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
                     f"pet_config has {field}, for which parameters are shared, and this run has {trainer.world_size} "
                     "processes, in which hyper_parallel gives each layer new ones. Start one process."
                 )
+        prepare_pynative_rl(settings)
         files = _training_files(settings, adapters)
         if adapters.adapters:
             # Before, so that each adapter's copy of the cells says so too.
@@ -324,7 +326,7 @@ def with_pet_config(build_optimizer: Callable) -> Callable:
 
 def with_data_of_each(build_dataset: Callable) -> Callable:
     """Returns MindFormers' function that builds a dataset, which then gives each adapter the data of its own."""
-    return with_data_of_adapters(build_dataset, _data_of_adapters)
+    return with_steps_of_rl(with_data_of_adapters(build_dataset, _data_of_adapters), configuration.current_trainer)
 
 
 def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:

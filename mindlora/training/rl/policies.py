@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mindspore import Parameter, nn
@@ -31,8 +31,8 @@ class Policies:
     Args:
         policies (sequence of Policy): The policies.
         sampler (mapping): ``tokenizer``, its path; ``rows``, how many of seq_length tokens, which hold several answers
-            each, the gradient of a policy takes at a time; ``folder``, where relative paths begin. The model is that of
-            the run's YAML.
+            each, the gradient of a policy takes at a time; ``folder``, where relative paths begin; ``configuration``,
+            the run's YAML in graph mode's form. Without it, the model is that of the YAML of the process.
 
     Attributes:
         graphs (PolicyGraphs): Those of all of them.
@@ -68,6 +68,7 @@ class Policies:
         weights: Tuple[Parameter, ...],
         networks: Sequence[nn.Cell],
         refresh: Callable[[int], None] = lambda number: None,
+        graphs: Type[PolicyGraphs] = PolicyGraphs,
     ) -> PolicyGraphs:
         """Makes the graphs of a network.
 
@@ -77,13 +78,14 @@ class Policies:
             networks (sequence of Cell): For each policy one with its adapter alone, which is sampled from.
             refresh (callable): Takes the number of a policy, and gives its network the adapter as it is. Default: that
                 is what trains.
+            graphs (type): What computes them. Default: PolicyGraphs.
         """
         self._networks, self._refresh = list(networks), refresh
         settings = [policy.settings for policy in self._policies]
         # How a number for each label is computed is the same for all.
         of_rows = self._policies[0].of_rows
         has_reference = any(each.beta for each in settings)
-        self.graphs = PolicyGraphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
+        self.graphs = graphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
         return self.graphs
 
     def step(self, number: int, update: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
@@ -165,7 +167,7 @@ class Policies:
         """Makes sampler and rewards, which need the loaded weights, at the first step."""
         if self.rollouts is not None:
             return
-        run = YamlRun(run_configuration())
+        run = YamlRun(self._sampler.get("configuration") or run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         tokenizer = load_tokenizer(self._sampler["tokenizer"])
         seq_length = model["model_config"]["seq_length"]
