@@ -32,11 +32,11 @@ from mindlora.training.pynative.initialization import Initialization
 from mindlora.training.pynative.train_step import TrainStep, gradient_of, shifted
 from mindlora.training.resume import collectives, training_state
 from mindlora.training.resume.training_state import warn_about_draws
-from mindlora.training.rl.callback import RlReport
-from mindlora.training.rl.pynative import RlStep
+from mindlora.training.rl.pynative import RlStep, take_step
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.pynative import StackedStep, several_of
 from mindlora.training.several.pynative_callback import EachAdapter, run_facts
+from mindlora.training.several.pynative_rl import StackedRlStep
 
 from mindlora.training.held_out import pynative as held_out_loss  # noqa: F401  # isort: skip
 
@@ -212,8 +212,6 @@ def with_callbacks(handler: Callable) -> Callable:
         if whole and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
             step = _step(model[0], optimizer, norms)
-            if hasattr(step, "policies"):
-                ours.append(RlReport())
             if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
                 ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
@@ -227,12 +225,11 @@ def with_callbacks(handler: Callable) -> Callable:
 
 def _step(model: nn.Cell, optimizer: nn.Optimizer, norms: bool) -> TrainStep:
     """Returns the TrainStep of a run; ``norms`` says whether callbacks ask for gradient_norms()."""
-    if several_of(model) is not None:
-        return StackedStep(model, optimizer)
     config = plain(current_trainer().config.to_dict())
-    if config.get("rl") is None:
-        return TrainStep(model, optimizer, norms)
-    return RlStep(model, optimizer, norms, config)
+    learns_from_rewards = config.get("rl") is not None
+    if several_of(model) is not None:
+        return StackedRlStep(model, optimizer, config) if learns_from_rewards else StackedStep(model, optimizer)
+    return RlStep(model, optimizer, norms, config) if learns_from_rewards else TrainStep(model, optimizer, norms)
 
 
 def train_step_of_trainer(trainer: Any) -> Any:
@@ -279,8 +276,8 @@ def with_begun_step(training_step: Callable) -> Callable:
         if step is None:
             return training_step(trainer, *arguments, **keywords)
         step.begin()
-        if isinstance(step, RlStep):
-            return step.take(trainer)
+        if hasattr(step, "policies"):
+            return take_step(step, trainer)
         if trainer.num_accumulation_steps > 1 or collectives.rank_count() > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
             step.accumulate([step.rows(batch) for batch in batches])

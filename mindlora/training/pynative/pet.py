@@ -179,6 +179,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         logger.warning(str(finding))
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
+    prepare_pynative_rl(settings, trainer.world_size)
     theirs = configuration.selected_paths(model, config)
     configuration.check_experts_are_whole(theirs, version, trainer.world_size)
     if theirs or strict:
@@ -195,7 +196,6 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
                     f"pet_config has {field}, for which parameters are shared, and this run has {trainer.world_size} "
                     "processes, in which hyper_parallel gives each layer new ones. Start one process."
                 )
-        prepare_pynative_rl(settings)
         files = _training_files(settings, adapters)
         if adapters.adapters:
             # Before, so that each adapter's copy of the cells says so too.

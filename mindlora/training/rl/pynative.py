@@ -16,7 +16,7 @@ from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
 from mindlora.training.rl.preparation import sampler_of
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
-from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.rules import settings_of
 from mindlora.training.step.packing import McorePositions, mask_positions
 
 
@@ -105,6 +105,29 @@ class PyNativePolicy(Policy):
         return RowLogProbabilities(network, False, self.settings.temperature)
 
 
+def pynative_policies(config: Mapping[str, Any]) -> Policies:
+    """Returns the policies of a YAML with ``rl``: one for each adapter, or the only one."""
+    run = as_in_graph_mode(config)
+    sampler, _ = sampler_of(run)
+    sampler["configuration"] = run.config
+    of_adapters = settings_of(run).items()
+    return Policies([PyNativePolicy(name, settings, sampler["seed"]) for name, settings in of_adapters], sampler)
+
+
+def take_step(step: Any, trainer: Any) -> Tuple[Tensor, Any]:
+    """Takes a step of the Trainer that learns from rewards; returns the loss, and the norm of the gradient.
+
+    ``step`` is its TrainStep, with ``policies``; ``learned`` of it takes the loss of each policy, and its tokens that
+    count, float64 [K] each.
+    """
+
+    def update(losses: np.ndarray, tokens: np.ndarray) -> Tuple[Tensor, Any]:
+        step.learned(losses, tokens)
+        return Tensor(losses.mean(), ms.float32), trainer._optimizer_update()
+
+    return step.policies.step(trainer.state.global_step, update)
+
+
 class RlStep(TrainStep):
     """TrainStep of a run that learns from rewards.
 
@@ -116,27 +139,19 @@ class RlStep(TrainStep):
         policies (Policies): The policy, which is number 0 of one.
     """
 
+    # Which of the policies callbacks are told of.
     number = 0
 
     def __init__(self, model: nn.Cell, optimizer: nn.Optimizer, records_norms: bool, config: Mapping[str, Any]):
         super().__init__(model, optimizer, records_norms)
-        run = as_in_graph_mode(config)
-        sampler, _ = sampler_of(run)
-        sampler["configuration"] = run.config
-        self.policies = Policies([PyNativePolicy("", rl_settings(config["rl"]), sampler["seed"])], sampler)
+        self.policies = pynative_policies(config)
         self.policies.train(self.evaluated, tuple(optimizer.parameters), [model], graphs=PyNativePolicyGraphs)
         self.copy_gradients()
 
-    def take(self, trainer: Any) -> Tuple[Tensor, Any]:
-        """Takes a step of the Trainer; returns the loss, and the norm of the gradient."""
-
-        def update(losses: np.ndarray, tokens: np.ndarray) -> Tuple[Tensor, Any]:
-            self.tokens = int(tokens[0])
-            loss = Tensor(losses[0], ms.float32)
-            self.losses.append(loss)
-            return loss, trainer._optimizer_update()
-
-        return self.policies.step(trainer.state.global_step, update)
+    def learned(self, losses: np.ndarray, tokens: np.ndarray) -> None:
+        """Takes the loss of the step, and its tokens that count, float64 [1] each."""
+        self.tokens = int(tokens[0])
+        self.losses.append(Tensor(losses[0], ms.float32))
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step."""

@@ -3,21 +3,38 @@
 import functools
 from typing import Any, Callable
 
+from mindlora.core.errors import ConfigError
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.training.rl.callback import RlReport
 from mindlora.training.rl.data import RlSteps
 from mindlora.training.rl.preparation import best_of
-from mindlora.training.rl.settings import rl_settings
+from mindlora.training.rl.pynative_rules import as_in_graph_mode
+from mindlora.training.rl.rules import settings_of
 from mindlora.training.run_configuration import plain
 
+require_mindformers("2.0")
+from mindformers.pynative.config.config import CallbackConfig  # noqa: E402
 
-def prepare_pynative_rl(settings: Any) -> None:
-    """Completes the configuration of a Trainer whose YAML has ``rl``, in place."""
-    node = plain(settings.to_dict()).get("rl")
-    if node is None:
+
+def prepare_pynative_rl(settings: Any, processes: int) -> None:
+    """Completes the configuration of a Trainer whose YAML has ``rl`` and no mistakes, in place.
+
+    Raises ConfigError if the run has several processes.
+    """
+    if getattr(settings, "rl", None) is None:
         return
+    if processes > 1:
+        raise ConfigError(
+            f"The YAML has rl, and a run learns from rewards in one process, but this one has {processes}. Start one."
+        )
+    run = as_in_graph_mode(plain(settings.to_dict()))
+    # Adapters that learn side by side have the same metric.
+    best = best_of(next(iter(settings_of(run).values())))
     for callback in settings.callbacks:
         if callback.type == "LoraCheckpoint" and not hasattr(callback, "best_metric"):
-            for name, value in best_of(rl_settings(node)).items():
+            for name, value in best.items():
                 setattr(callback, name, value)
+    settings.callbacks = [*settings.callbacks, CallbackConfig.from_dict({"type": RlReport.__name__})]
 
 
 def with_steps_of_rl(build_dataset: Callable, current_trainer: Callable) -> Callable:

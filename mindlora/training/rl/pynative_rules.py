@@ -60,7 +60,7 @@ def check_pynative_rl(config: Mapping[str, Any]) -> Iterator[Finding]:
     Args:
         config (mapping): The content of the YAML, whose lora_config has no mistakes.
     """
-    if config.get(AT_THE_TOP) is None:
+    if config.get(AT_THE_TOP) is None and value_at(config, "pet_config.adapters") is None:
         return
     try:
         run = as_in_graph_mode(config)
@@ -69,7 +69,7 @@ def check_pynative_rl(config: Mapping[str, Any]) -> Iterator[Finding]:
         # check_adapter says what is wrong.
         return
     yield from map(_with_keys_of_pynative, found)
-    if not found:
+    if run.rl is not None and not found:
         yield from _check_pynative(config, run)
 
 
@@ -78,6 +78,10 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
     if run.rl.get("gkd") is not None:
         found = f"rl has gkd, and the whole distribution of a teacher is learned in graph mode alone, not {here}."
         yield error("rl.gkd", found, "Remove gkd, or write a YAML of graph mode.")
+    experts = [key for key in ("num_experts", "n_routed_experts") if value_at(config, f"model.{key}")]
+    if experts:
+        found = f"The model has routed experts, whose weights the sampler does not share {here}."
+        yield error(f"model.{experts[0]}", found, "Learn from rewards on a model without them, or in graph mode.")
     loader = value_at(config, "train_dataset.dataloader.type")
     if loader not in (None, DATA["dataloader"]["type"]):
         yield error(
@@ -96,7 +100,7 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
         )
     saved = config.get("checkpoint") or {}
     every = saved.get("save_interleaved_steps", 1000)
-    iterations = settings_of(run)[""].num_iterations
+    iterations = next(iter(settings_of(run).values())).num_iterations
     if saved.get("enable_save", True) and every % iterations:
         yield error(
             "checkpoint.save_interleaved_steps",
