@@ -16,7 +16,7 @@ from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
 from mindlora.training.rl.preparation import sampler_of
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
-from mindlora.training.rl.rules import settings_of
+from mindlora.training.rl.rules import check_prompts, settings_of
 from mindlora.training.step.packing import McorePositions, mask_positions
 
 
@@ -106,12 +106,17 @@ class PyNativePolicy(Policy):
 
 
 def pynative_policies(config: Mapping[str, Any]) -> Policies:
-    """Returns the policies of a YAML with ``rl``: one for each adapter, or the only one."""
+    """Returns the policies of a YAML with ``rl``: one for each adapter, or the only one.
+
+    Raises ConfigError if a prompt cannot be used, or there are fewer than a step answers.
+    """
     run = as_in_graph_mode(config)
-    sampler, _ = sampler_of(run)
+    of_adapters = settings_of(run)
+    sampler, prompts = sampler_of(run)
     sampler["configuration"] = run.config
-    of_adapters = settings_of(run).items()
-    return Policies([PyNativePolicy(name, settings, sampler["seed"]) for name, settings in of_adapters], sampler)
+    policies = [PyNativePolicy(name, settings, sampler["seed"]) for name, settings in of_adapters.items()]
+    check_prompts(prompts, policies[0].settings)
+    return Policies(policies, sampler)
 
 
 def take_step(step: Any, trainer: Any) -> Tuple[Tensor, Any]:

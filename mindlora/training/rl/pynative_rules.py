@@ -23,7 +23,11 @@ _KEYS = {
     "runner_wrapper has": "the YAML has",
     "runner_wrapper rl": "rl",
     "runner_config.batch_size": "training.local_batch_size",
+    f"{PET}.lora_dropout": "lora_config.lora_dropout",
+    "pet_config.lora_dropout is": "lora_config.lora_dropout is",
     PET: "pet_config",
+    " (use_legacy: False)": "",
+    "use_legacy": "model.architectures",
     "model.model_config": "model",
 }
 
