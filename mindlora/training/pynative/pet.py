@@ -36,7 +36,7 @@ from mindlora.training.pynative.checkpoints import check_loaded, check_quantizat
 from mindlora.training.pynative.initialization import configuration_of, mark_saved_modules, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
-from mindlora.training.rl.pynative_preparation import prepare_pynative_rl, with_steps_of_rl
+from mindlora.training.rl.pynative_preparation import check_processes, prepare_pynative_rl, with_steps_of_rl
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
 from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
@@ -169,7 +169,9 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     trainer = configuration.current_trainer()
     settings = trainer.config
     version = release(importlib.metadata.version("mindformers"))
+    check_processes(settings, trainer.world_size)
     _check_yaml(settings.to_dict(), version)
+    prepare_pynative_rl(settings)
     # MindFormers 2.0 reads the rows of a whole step at once.
     read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
     for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
@@ -179,7 +181,6 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         logger.warning(str(finding))
     # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
     model.config._mf_lora_config = config
-    prepare_pynative_rl(settings, trainer.world_size)
     theirs = configuration.selected_paths(model, config)
     configuration.check_experts_are_whole(theirs, version, trainer.world_size)
     if theirs or strict:

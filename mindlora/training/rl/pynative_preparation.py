@@ -16,17 +16,18 @@ require_mindformers("2.0")
 from mindformers.pynative.config.config import CallbackConfig  # noqa: E402
 
 
-def prepare_pynative_rl(settings: Any, processes: int) -> None:
-    """Completes the configuration of a Trainer whose YAML has ``rl`` and no mistakes, in place.
-
-    Raises ConfigError if the run has several processes.
-    """
-    if getattr(settings, "rl", None) is None:
-        return
-    if processes > 1:
+def check_processes(settings: Any, processes: int) -> None:
+    """Raises ConfigError if the YAML of a Trainer has ``rl`` and the run has several processes."""
+    if getattr(settings, "rl", None) is not None and processes > 1:
         raise ConfigError(
             f"The YAML has rl, and a run learns from rewards in one process, but this one has {processes}. Start one."
         )
+
+
+def prepare_pynative_rl(settings: Any) -> None:
+    """Completes the configuration of a Trainer whose YAML has ``rl`` and no mistakes, in place."""
+    if getattr(settings, "rl", None) is None:
+        return
     run = as_in_graph_mode(plain(settings.to_dict()))
     # Adapters that learn side by side have the same metric.
     best = best_of(next(iter(settings_of(run).values())))

@@ -86,6 +86,9 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
     if experts:
         found = f"The model has routed experts, whose weights the sampler does not share {here}."
         yield error(f"model.{experts[0]}", found, "Learn from rewards on a model without them, or in graph mode.")
+    if value_at(config, "model.use_eod_attn_mask_compression"):
+        found = "The model's attention takes where examples end (use_eod_attn_mask_compression), which rl does not say."
+        yield error("model.use_eod_attn_mask_compression", found, "Remove it.")
     loader = value_at(config, "train_dataset.dataloader.type")
     if loader not in (None, DATA["dataloader"]["type"]):
         yield error(

@@ -84,6 +84,12 @@ def test_a_yaml_without_faults():
             "rl.gkd",
             "learned in graph mode alone",
         ),
+        (config(model={"num_experts": 4}), "model.num_experts", "routed experts"),
+        (
+            config(model={"use_eod_attn_mask_compression": True}),
+            "model.use_eod_attn_mask_compression",
+            "takes where examples end",
+        ),
         (config(train_dataset={"dataloader": {"type": "MindDataset"}}), "train_dataset.dataloader.type", "RlSteps"),
         (
             config(training={"steps": 6, "local_batch_size": 2, "global_batch_size": 4}),
