@@ -66,22 +66,27 @@ def messages(folder):
     """Name of a run -> what refused it, or None."""
     adapters = [{"name": "one"}, {"name": "two", "seed": 8, "rl": {"seed": 6, "algorithm": "rloo"}}]
     guarded = [{"type": "TrainingGuard", "spike": 3.0}, {"type": "AdapterHealth", "every_steps": 1}]
-    runs = {
+    first = {
         # What MindFormers casts is cast until another run has changed that.
         "rounded": {"rounds": True, "steps": 1},
         "grpo": {},
         "resumed": {"resume": "grpo"},
         "rloo": {"steps": 4, "algorithm": "rloo", "num_iterations": 2, "temperature": 0.9, "callbacks": guarded},
+        # One token is not an answer that ends.
+        "empty": {"steps": 2, **EMPTY, "callbacks": [{"type": "EmptySteps"}]},
+    }
+    second = {
         "nf4": {"steps": 2, "pet": {**PET, "quantize_base": "nf4"}},
         "several": {"steps": 4, "pet": {**PET, "adapters": adapters}},
         "taught": {"steps": 2, **TAUGHT, "teacher": str(folder / "grpo" / "lora" / "step_6")},
-        # One token is not an answer that ends.
-        "empty": {"steps": 2, **EMPTY, "callbacks": [{"type": "EmptySteps"}]},
         "forgets": {"reward_funcs": "rewards.py:forgets"},
         "too_many": {"prompts_per_step": 5},
     }
-    configs = [configuration(folder, name, **keys) for name, keys in runs.items()]
-    return dict(zip(runs, pynative_runs.series(configs, folder)))
+    found = {}
+    for runs in (first, second):
+        configs = [configuration(folder, name, **keys) for name, keys in runs.items()]
+        found.update(zip(runs, pynative_runs.series(configs, folder)))
+    return found
 
 
 def measured(folder, name):
