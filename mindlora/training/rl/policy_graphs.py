@@ -67,7 +67,7 @@ class PolicyGraphs(nn.Cell):
         return install_positions(model, rows)
 
     def _make_cells(self, policy: nn.Cell, weights: Tuple[Parameter, ...], with_reference: bool) -> None:
-        """Makes what computes gradients, log-probabilities and those under the reference, from what of_rows returned."""
+        """Makes what computes gradients, log-probabilities, and those under the reference, of what of_rows returned."""
         reference = PolicyLogProbabilities(reference_of(policy), is_reference=True) if with_reference else None
         self.policy_gradients = PolicyGradients(policy, weights)
         self.log_probabilities = PolicyLogProbabilities(policy)

@@ -1,5 +1,6 @@
 """Learning from rewards under MindFormers' PyNative Trainer: the step, and what computes gradients without a graph."""
 
+import contextlib
 from typing import Any, Mapping, Tuple
 
 import mindspore as ms
@@ -8,9 +9,10 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.graph.api import _no_grad
 
 from mindlora.core.errors import ConfigError
+from mindlora.training.model.loss_in_pieces import set_differentiates
+from mindlora.training.preference.pynative import RowLogProbabilities, adapters_off
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.train_step import TrainStep
-from mindlora.training.preference.pynative import RowLogProbabilities, adapters_off
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
@@ -62,12 +64,11 @@ class PyNativeLogProbabilities(nn.Cell):
         self.is_reference = is_reference
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        with _no_grad():
-            if not self.is_reference:
-                log_probabilities = self.log_probabilities(input_ids, labels)
-            else:
-                with adapters_off(self.log_probabilities.network.network):
-                    log_probabilities = self.log_probabilities(input_ids, labels)
+        model = self.log_probabilities.network.network
+        set_differentiates(model, False)
+        with _no_grad(), adapters_off(model) if self.is_reference else contextlib.nullcontext():
+            log_probabilities = self.log_probabilities(input_ids, labels)
+        set_differentiates(model, True)
         return log_probabilities.reshape((input_ids.shape[0], input_ids.shape[1] - 1))
 
 
@@ -78,7 +79,6 @@ class PyNativePolicyGraphs(PolicyGraphs):
         gpt = model.gpt
         obstacles = {
             "use_attn_mask_compression": gpt.use_attn_mask_compression,
-            "use_rotary_position_ids": gpt.use_rotary_position_ids,
             "apply_rope_fusion": gpt.config.apply_rope_fusion,
         }
         settings = [key for key, value in obstacles.items() if value]
@@ -128,7 +128,7 @@ def take_step(step: Any, trainer: Any) -> Tuple[Tensor, Any]:
 
     def update(losses: np.ndarray, tokens: np.ndarray) -> Tuple[Tensor, Any]:
         step.learned(losses, tokens)
-        return Tensor(losses.mean(), ms.float32), trainer._optimizer_update()
+        return Tensor(losses[list(step.policies.learning)].mean(), ms.float32), trainer._optimizer_update()
 
     return step.policies.step(trainer.state.global_step, update)
 

@@ -1,7 +1,7 @@
 """Learning from rewards under MindFormers' PyNative Trainer: its YAML as one of graph mode, by whose rules it is
 checked."""
 
-from typing import Any, Dict, Iterator, Mapping
+from typing import Any, Iterator, Mapping
 
 from mindlora.core.errors import LoraError
 from mindlora.core.yaml_file import PET, value_at
@@ -14,6 +14,11 @@ from mindlora.training.rl.rules import KEY, check_rl, settings_of
 AT_THE_TOP = "rl"
 # Its train_dataset, which mindlora-run fills in: the Trainer takes no YAML without one.
 DATA = {"dataloader": {"type": "RlSteps"}}
+# Keys with which the model takes more than tokens -> what.
+_FROM_ROWS = {
+    "use_eod_attn_mask_compression": "the ends of examples",
+    "use_rotary_position_ids": "the positions of tokens",
+}
 # How the rows of joined cells lie, which the PyNative Trainer's models do not read.
 _LAYOUTS = ("use_contiguous_weight_layout_attention", "use_interleaved_weight_layout_mlp")
 # Key of graph mode -> that of the PyNative Trainer, in the order in which they are replaced.
@@ -86,15 +91,16 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
     if experts:
         found = f"The model has routed experts, whose weights the sampler does not share {here}."
         yield error(f"model.{experts[0]}", found, "Learn from rewards on a model without them, or in graph mode.")
-    if value_at(config, "model.use_eod_attn_mask_compression"):
-        found = "The model's attention takes where examples end (use_eod_attn_mask_compression), which rl does not say."
-        yield error("model.use_eod_attn_mask_compression", found, "Remove it.")
+    for key, what in _FROM_ROWS.items():
+        if value_at(config, f"model.{key}"):
+            found = f"model.{key} makes the model ask for {what}, which rl does not give it {here}."
+            yield error(f"model.{key}", found, "Remove it.")
     loader = value_at(config, "train_dataset.dataloader.type")
     if loader not in (None, DATA["dataloader"]["type"]):
         yield error(
             "train_dataset.dataloader.type",
             f"train_dataset.dataloader.type is {loader}, but a run with rl has prompts alone.",
-            f"Write train_dataset: {{dataloader: {{type: {DATA['dataloader']['type']}}}}}, which mindlora-run does too.",
+            f"Leave train_dataset to mindlora-run, or set its dataloader.type to {DATA['dataloader']['type']}.",
         )
     training = config.get("training") or {}
     local, whole = (training.get(f"{kind}_batch_size", 1) for kind in ("local", "global"))

@@ -155,7 +155,8 @@ def test_the_adapter_with_the_largest_held_out_reward_is_kept(folder, messages):
     best = json.loads((folder / "grpo" / "lora" / "best" / "best.json").read_text(encoding="utf-8"))
     steps, rewards = read_history(str(folder / "grpo")).series("held_out_reward")
     assert best["step"] == steps[rewards.argmax()]
-    assert "report.html" in {path.name for path in (folder / "grpo").iterdir()}
+    assert (folder / "grpo" / "report.html").is_file()
+    assert [len(shown["answers"]) for shown in read_history(str(folder / "grpo")).answers] == [2, 2]
 
 
 def test_steps_on_the_same_answers_differ_in_their_losses_alone(folder, messages):
@@ -195,15 +196,29 @@ def test_what_fails_ends_the_run_with_one_error(messages, name, message):
     assert message in messages[name]
 
 
-# Each answer in a row of its own, as with a setting that lets a row have no positions; and mindlora rl.
+# Each answer in a row of its own, as with a setting that lets a row have no positions; mindlora rl; what is shared.
 ALONE = """
-import sys
+import json
 from tests.support import pynative_cpu, pynative_launcher
 pynative_cpu.install()
 pynative_launcher.register_callbacks()
 from mindlora import cli
 from mindlora.core.errors import ConfigError
+from mindlora.network.load_base import CACHES
+from mindlora.serving import in_training
 from mindlora.training.rl import pynative
+
+share = in_training.share_base
+
+def say_what_is_shared(served, network):
+    share(served, network)
+    trained = {id(parameter) for parameter in network.get_parameters()}
+    base = [parameter for parameter in served.get_parameters() if not parameter.name.endswith(CACHES)]
+    names = {share: [p.name for p in base if (id(p) in trained) == share] for share in (True, False)}
+    with open("shared.json", "w", encoding="utf-8") as file:
+        json.dump([names[True], names[False]], file)
+
+in_training.share_base = say_what_is_shared
 
 def refuse(*arguments):
     raise ConfigError("Rows cannot hold several sequences.")
@@ -220,6 +235,9 @@ def test_answers_in_one_row_are_learned_as_in_rows_of_their_own(folder, messages
     (folder / "alone.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     run = pynative_runs.python(["-c", ALONE], folder)
     assert run.returncode == 0, run.stderr[-3000:]
+    shared, others = json.loads((folder / "shared.json").read_text(encoding="utf-8"))
+    # Two ends, a norm, and eight parameters of each of two layers.
+    assert (len(shared), others) == (19, [])
     assert "rl: each answer takes a row of its own." in run.stdout + run.stderr
     for name in ("reward", "loss", "kl"):
         found, expected = measured(folder / "alone", name), measured(folder / "grpo", name)[:2]

@@ -79,8 +79,15 @@ def test_a_yaml_without_faults():
         ),
         (config({**RL, "tokenizer": None}), "rl.tokenizer", "Name its folder"),
         (
-            config({"prompts": "prompts.jsonl", "teacher": "base", "tokenizer": "model", "max_completion_length": 8,
-                    "gkd": {"lmbda": 1}}),
+            config(
+                {
+                    "prompts": "prompts.jsonl",
+                    "teacher": "base",
+                    "tokenizer": "model",
+                    "max_completion_length": 8,
+                    "gkd": {"lmbda": 1},
+                }
+            ),
             "rl.gkd",
             "learned in graph mode alone",
         ),
@@ -88,7 +95,7 @@ def test_a_yaml_without_faults():
         (
             config(model={"use_eod_attn_mask_compression": True}),
             "model.use_eod_attn_mask_compression",
-            "takes where examples end",
+            "ask for the ends of examples",
         ),
         (config(train_dataset={"dataloader": {"type": "MindDataset"}}), "train_dataset.dataloader.type", "RlSteps"),
         (
