@@ -87,6 +87,9 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
     if run.rl.get("gkd") is not None:
         found = f"rl has gkd, and the whole distribution of a teacher is learned in graph mode alone, not {here}."
         yield error("rl.gkd", found, "Remove gkd, or write a YAML of graph mode.")
+    if run.lora is not None and not run.lora.variant.is_plain:
+        found = f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA {here}."
+        yield error("pet_config", found, "Leave its keys out.")
     experts = [key for key in ("num_experts", "n_routed_experts") if value_at(config, f"model.{key}")]
     if experts:
         found = f"The model has routed experts, whose weights the sampler does not share {here}."
