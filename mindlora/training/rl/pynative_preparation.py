@@ -28,12 +28,11 @@ def prepare_pynative_rl(settings: Any) -> None:
     """Completes the configuration of a Trainer whose YAML has ``rl`` and no mistakes, in place."""
     if getattr(settings, "rl", None) is None:
         return
-    run = as_in_graph_mode(plain(settings.to_dict()))
     # Adapters that learn side by side have the same metric.
-    best = best_of(next(iter(settings_of(run).values())))
+    first = next(iter(settings_of(as_in_graph_mode(plain(settings.to_dict()))).values()))
     for callback in settings.callbacks:
         if callback.type == "LoraCheckpoint" and not hasattr(callback, "best_metric"):
-            for name, value in best.items():
+            for name, value in best_of(first).items():
                 setattr(callback, name, value)
     settings.callbacks = [*settings.callbacks, CallbackConfig.from_dict({"type": RlReport.__name__})]
 
