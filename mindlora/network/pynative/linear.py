@@ -432,5 +432,5 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
         return self.computed(input_)
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the cell that this one replaced."""
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)

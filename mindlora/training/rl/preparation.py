@@ -48,7 +48,7 @@ def best_of(settings: RlSettings) -> Dict[str, str]:
 
 
 def sampler_of(run: YamlRun) -> Tuple[Dict[str, Any], int]:
-    """Returns what Policies takes as ``sampler``, with the run's seed, and the number of prompts.
+    """Returns the ``sampler`` of Policies, with the run's seed, and the number of prompts.
 
     Raises ConfigError if a prompt cannot be used, before anything is built.
     """

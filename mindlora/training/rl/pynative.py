@@ -23,11 +23,11 @@ from mindlora.training.step.packing import McorePositions, mask_positions
 
 
 class PyNativeGradients(nn.Cell):
-    """As PolicyGradients, into the gradients of the parameters themselves.
+    """PolicyGradients that adds to the gradients of the parameters themselves.
 
     Args:
-        log_probabilities (RowLogProbabilities): Of the network that trains.
-        weights (sequence of Parameter): What trains.
+        log_probabilities (RowLogProbabilities): The training network's.
+        weights (sequence of Parameter): The trainable parameters.
 
     Inputs and outputs are those of PolicyGradients.
     """
@@ -49,11 +49,11 @@ class PyNativeGradients(nn.Cell):
 
 
 class PyNativeLogProbabilities(nn.Cell):
-    """As PolicyLogProbabilities.
+    """PolicyLogProbabilities of a model that no graph is made of.
 
     Args:
-        log_probabilities (RowLogProbabilities): Of the network that trains.
-        is_reference (bool): Whether it computes with its adapters off. Default: False.
+        log_probabilities (RowLogProbabilities): The training network's.
+        is_reference (bool): Whether the network's adapters are off. Default: False.
 
     Inputs and outputs are those of PolicyLogProbabilities.
     """
@@ -100,7 +100,7 @@ class PyNativePolicy(Policy):
     """Policy of a PyNative model."""
 
     def of_rows(self, network: EvaluatedModel) -> RowLogProbabilities:
-        """Returns what the loss is of; in training, the model returns logits from then on."""
+        """Returns the input of the loss; in training, the model returns logits from then on."""
         network.gpt.return_logits = True
         return RowLogProbabilities(network, False, self.settings.temperature)
 

@@ -127,7 +127,7 @@ def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding
 
 
 def _with_keys_of_pynative(finding: Finding) -> Finding:
-    """Returns what a check of graph mode has found, with the keys of the PyNative Trainer."""
+    """Returns a finding of graph mode's checks with the keys of the PyNative Trainer."""
     return Finding(finding.severity, *(_renamed(text) for text in (finding.key, finding.found, finding.advice)))
 
 
