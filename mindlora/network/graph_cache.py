@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -71,6 +71,30 @@ class CompiledOnce(nn.Cell):
             super().compile(*args, **kwargs)
         else:
             cache.compile(self, (*args, *kwargs.items()), functools.partial(super().compile, *args, **kwargs))
+
+
+@contextlib.contextmanager
+def in_graph_mode() -> Iterator[None]:
+    """Lets cells be graphs, in a process that computes in PyNative mode otherwise.
+
+    The mode is that of all threads: none of the others may compute meanwhile.
+    """
+    mode = ms.get_context("mode")
+    if mode != ms.GRAPH_MODE:
+        ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        yield
+    finally:
+        if mode != ms.GRAPH_MODE:
+            ms.set_context(mode=mode)
+
+
+class CompiledInAnyMode(CompiledOnce):
+    """CompiledOnce that is a graph in PyNative mode too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with in_graph_mode():
+            return super().__call__(*args, **kwargs)
 
 
 def home_folder() -> pathlib.Path:

@@ -417,10 +417,6 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     except LoraError as refusal:
         yield error(PYNATIVE_KEY, str(refusal))
         return
-    for adapter in adapters:
-        if adapter.rl:
-            found = f"The adapter {adapter.name} has rl, but under the PyNative Trainer no run learns from rewards."
-            yield error(PYNATIVE_KEY, found, "Remove rl, or write a YAML of graph mode.")
     yield from _check_files(adapters, PYNATIVE_KEY)
     yield from _check_pynative_data(config, adapters)
     yield from _check_pynative_run(config)
