@@ -38,6 +38,8 @@ class Runs:
 
     # Adam divides by the size of the gradient, which would hide one twice as large.
     eps, rate = 1.0, 4.0
+    # What held-out accuracy and F1 reach at least; by chance, a third.
+    least = 0.7
 
     def __init__(self, folder):
         self.folder = folder
@@ -103,6 +105,9 @@ class McoreRuns(Runs):
     def __init__(self, folder, model):
         super().__init__(folder)
         self.model = model
+        if model in OF_EXPERTS:
+            # Random experts learn a little less in as many steps.
+            self.least = 0.6
 
     def model_config(self, callbacks):
         """The YAML, but for the batch and the rate."""
@@ -132,10 +137,9 @@ def whole(runs):
 
 
 @of_models("qwen2", "qwen3", *showing("classifier", "guard"))
-def test_words_get_their_labels_and_a_bad_step_is_skipped(whole):
+def test_words_get_their_labels_and_a_bad_step_is_skipped(whole, runs):
     accuracy, f1 = (whole.history.series(f"held_out_{name}")[1] for name in ("accuracy", "f1"))
-    # One in three by chance.
-    assert accuracy[-1] > 0.6 and f1[-1] > 0.6
+    assert accuracy[-1] > runs.least and f1[-1] > runs.least
     assert [event["step"] for event in whole.history.events if event["event"] == "skipped_step"] == [BAD_STEP]
     adapter = files.read(str(whole.steps / "best"))
     assert adapter.peft_fields["task_type"] == "TOKEN_CLS"
