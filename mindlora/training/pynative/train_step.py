@@ -99,8 +99,8 @@ class TrainStep(nn.Cell):
 
     def begin(self) -> None:
         """Begins a step."""
-        # The tokens that all its micro-batches count, on all ranks; None if there is only one.
-        self.expected: Optional[int] = None
+        # The tokens that all its micro-batches count, on all ranks; None if there is only one micro-batch.
+        self.expected: Any = None
         self.stops = False
         self.losses: List[Tensor] = []
         # SUMS of what the step learns from preferences.
@@ -115,8 +115,9 @@ class TrainStep(nn.Cell):
         """Prepares a step of several micro-batches, here or on all ranks: each then counts as much as it has tokens."""
         self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
         if rank_count() > 1:
-            tokens, stops = sum_over_ranks([self.expected, self.stop_requested])
-            self.expected, self.stops = int(tokens), bool(stops)
+            *tokens, stops = sum_over_ranks([*np.ravel(self.expected), self.stop_requested])
+            self.expected = np.reshape(tokens, np.shape(self.expected)).astype(int)[()]
+            self.stops = bool(stops)
         copies = len(micro_batches) > 1 and ms.get_context("device_target") == "CPU"
         if copies and not self.copies_gradients:
             # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import numpy as np
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
-from mindformers.tools.utils import get_output_root_path
+from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore import Callback, nn
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
@@ -251,6 +251,8 @@ class EachAdapter(Callback):
         """Ends the runs of the adapters that are still learning, and compares all of them."""
         for run in self._learning(run_context.original_args()):
             run.end()
+        if get_real_rank() != 0:
+            return
         comparisons = list(self._comparisons())
         for comparison in comparisons:
             logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
@@ -265,6 +267,8 @@ class EachAdapter(Callback):
             raise DivergenceError(" ".join(failures))
 
     def _write_record(self):
+        if get_real_rank() != 0:
+            return
         adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
         several_adapters.write_record(self.saved_in, adapters)
 

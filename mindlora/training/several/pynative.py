@@ -15,10 +15,12 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.mindformers_version import require_mindformers
+from mindlora.network.tree import Tree
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
 from mindlora.training.pynative.configuration import adapter_configuration
-from mindlora.training.pynative.train_step import TrainStep, refuse_missing_gradients, shifted
+from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse_missing_gradients, shifted
+from mindlora.training.resume.collectives import rank_count, sum_over_ranks
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.preparation import AdapterRates
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
@@ -91,7 +93,7 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     schedule = {**settings.lr_scheduler.to_dict(), "total_steps": settings.training.steps}
     setattr(model, _SEVERAL, Several(stack, runs, data, directory, schedule, settings.training.max_norm))
     cells = {id(cell) for cell in stack.cells.values()}
-    return [path for path, cell in model.cells_and_names() if id(cell) in cells]
+    return [path for path, cell in Tree(model).cells.items() if id(cell) in cells]
 
 
 def _check_balance(config: Any) -> None:
@@ -234,8 +236,9 @@ class StackedStep(TrainStep):
         losses = totals / Tensor(np.maximum(expected, 1), ms.float32)
         self.losses.append(ops.stop_gradient(losses))
         learns = self.updates.stopped == 0
-        # Selected, not multiplied: the loss of an adapter that has been stopped may be NaN.
-        losses = ops.select(learns, losses, ops.zeros_like(losses)) * micro_batches
+        # Selected, not multiplied: the loss of an adapter that has been stopped may be NaN. MindFormers takes the mean
+        # of the micro-batches, and of the ranks.
+        losses = ops.select(learns, losses, ops.zeros_like(losses)) * (micro_batches * rank_count())
         total = losses.sum()
         return total + ops.stop_gradient(total / max(int(learns.asnumpy().sum()), 1) - total)
 
@@ -243,12 +246,12 @@ class StackedStep(TrainStep):
         """Takes the steps of the adapters, in place of the Trainer; returns the largest norm of their gradients."""
         refuse_missing_gradients(parameters)
         with _no_grad():
-            losses = functools.reduce(ops.add, self.losses)
-            counts = Tensor(self.tokens, ms.float32)
-            gradients = tuple(parameter.grad for parameter in parameters)
+            losses = Tensor(sum_over_ranks(functools.reduce(ops.add, self.losses).asnumpy()), ms.float32)
+            counts = Tensor(self.tokens_of_step, ms.float32)
+            gradients = tuple(map(gradient_of, parameters))
             _, _, _, norm = self.updates.update(losses, counts, gradients, ops.ones_like(losses))
         return float(norm.asnumpy()[0])
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step."""
-        self.record = self.updates.last_record()
+        self.record = self.updates.last_record()._replace(stop=self.stops)

@@ -35,6 +35,7 @@ MERGED = {
     "plain": ({}, LORA_WITH_EXPERTS, "lora"),
     "stabilized": ({"use_rslora": True, "rank_pattern": {".*linear_fc2": 2}}, LORA, "rslora"),
     "frozen_a": ({"freeze_lora_a": True}, LORA, "lora_fa"),
+    "embedding": ({}, {**LORA, "target_modules": "word_embeddings|linear_proj|output_layer"}, "embedding"),
     "dora": ({"use_dora": True}, LORA, "dora"),
     "miss": ({"use_miss": True}, LORA, "miss"),
     "vera": ({"use_vera": True}, NOT_JOINED, "vera"),
