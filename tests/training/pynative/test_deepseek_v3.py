@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+
 from mindlora.data import tokenizers
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.files.base.convert import convert_base
@@ -128,6 +129,7 @@ def messages(folder):
     answers = {"type": "SampleAnswers", "prompts": PROMPTS, "tokenizer": str(folder / "tokenizer")}
     answers |= {"template": "plain", "max_tokens": 4}
     spoiled = {"type": "SpoilStep", "steps": [2], "path": str(folder / "changed.json")}
+    health = {"type": "AdapterHealth", "every_steps": 1}
     invoked = {"pet_config": {"alora_invocation_tokens": [BEGIN]}}
     runs = {name: {"pet_config": pet, "lora_config": lora} for name, (pet, lora, _) in MERGED.items()}
     runs |= {
@@ -140,7 +142,7 @@ def messages(folder):
         "invoked": {"data": "packed", **two, **invoked},
         "uninvoked": {"lr_scheduler": FROZEN, **once, "pet_config": {"alora_invocation_tokens": [4, 5]}},
         "preferences": {"data": "pairs", "preference": DPO, "lora_config": LORA_WITH_EXPERTS},
-        "guarded": {"more_callbacks": [{"type": "TrainingGuard"}, {"type": "AdapterHealth", "every_steps": 1}, spoiled]},
+        "guarded": {"more_callbacks": [{"type": "TrainingGuard"}, health, spoiled]},
         "forgetting": {"more_callbacks": [FORGETTING]},
         "answers": {"more_callbacks": [answers], "model": {**MODEL, "vocab_size": TOKENS}},
     }

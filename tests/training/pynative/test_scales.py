@@ -62,9 +62,7 @@ def held_out(folder, name):
     return [record["held_out_loss"] for record in map(json.loads, lines) if "held_out_loss" in record]
 
 
-SHOWN = [
-    pytest.param(name, marks=shows(feature, "qwen3", trainer="pynative")) for name, (*_, feature) in RUNS.items()
-]
+SHOWN = [pytest.param(name, marks=shows(feature, "qwen3", trainer="pynative")) for name, (*_, feature) in RUNS.items()]
 
 
 @pytest.mark.parametrize("name", SHOWN)
