@@ -85,6 +85,8 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
         {"type": _READER, "files": files, "rows": rows, "batch_size": batch_size, "rho": rho, "tau": tau}
     ]
     content["checkpoint"] = {**(content.get("checkpoint") or {}), "enable_save": False}
+    # Else the head would be one that hands on what it reads.
+    content["pet_config"] = {**(content.get("pet_config") or {}), "loss_in_pieces": False}
     try:
         pynative_run.make_trainer(content).train()
     except _Computed as computed:

@@ -14,7 +14,7 @@ from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 ROWS = 8
-QKV = "model.layers.0.attention.w_qkv"
+LORA_WITH_HEAD = {**LORA, "target_modules": f"{LORA['target_modules']}|output_layer"}
 COMPUTING = """
 from tests.support import pynative_cpu
 pynative_cpu.install()
@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
 
 
 def configuration(folder, **changes):
+    changes = {"lora_config": LORA_WITH_HEAD, **changes}
     config = pynative_runs.tiny_config("qwen3", folder / "rows.mindrecord", 2, **changes)
     config["checkpoint"] = {"load_path": str(folder / "base"), "no_load_optim": True, "enable_save": False}
     return config
@@ -60,7 +61,7 @@ def message(folder, computed):
         {"type": "RecordLosses", "directory": str(folder / "trained")},
     ]
     changes = {"callbacks": callbacks, "pet_config": nodes["pet_config"]}
-    changes["lora_config"] = {**LORA, **nodes.get("lora_config", {})}
+    changes["lora_config"] = {**LORA_WITH_HEAD, **nodes.get("lora_config", {})}
     plain = [{"type": "RecordLosses", "directory": str(folder / "plain")}]
     configs = [configuration(folder, **changes), configuration(folder, callbacks=plain)]
     return pynative_runs.series(configs, folder)
@@ -92,7 +93,7 @@ def test_a_run_begins_with_them_as_the_base_and_trains(folder, message):
     ranks = {
         name: array.shape[0] for name, array in pynative_runs.trained(folder / "trained").items() if "lora_a" in name
     }
-    assert sum(ranks.values()) == 8 * LORA["lora_rank"] and len(set(ranks.values())) > 1
+    assert sum(ranks.values()) == 9 * LORA["lora_rank"] and len(set(ranks.values())) > 1
     settings = json.loads((folder / "peft" / "step_2" / "adapter_config.json").read_text(encoding="utf-8"))
     assert settings["rank_pattern"]
 
