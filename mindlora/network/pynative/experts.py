@@ -352,6 +352,10 @@ class StackedLoRAPyNativeExpertWeight(StackedLoRAExpertWeight):
         y = self._base_cell[0](x, groups)
         return y + self.cast(self.b_product(self.a_product(x, a, groups) * own, b, groups), y.dtype)
 
+    def without_adapter(self, x: Tensor, groups: Tensor, owners: Tensor) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        return self._base_cell[0](x, groups)
+
     def _name(self, part):
         return f"{self._base_cell[0].leaf}_{PYNATIVE_STACKED[part]}"
 

@@ -442,6 +442,11 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
         # The model passes a weight only to a cell without one of its own, which the adapters' cells refuse.
         return self.computed(input_)
 
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns what the cell that this one replaced computes."""
+        y = self.base.linear(self.base.tokens(input_), self._operands(), self.bias)
+        return self.base.like(y, input_)
+
 
 def stacked_values(shape: Tuple[int, ...], part: str, adapted: Sequence[Optional[LoRACell]]) -> np.ndarray:
     """Returns one part of all adapters, float32 [K, ...], of the cells that carry each alone, or None."""

@@ -6,7 +6,6 @@ from typing import Iterator
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.tree import lora_cells
 from mindlora.training.model.loss_in_pieces import EvaluatedInPieces
 from mindlora.training.preference.loss import PreferenceLoss
 from mindlora.training.preference.settings import PreferenceSettings
@@ -79,8 +78,8 @@ class BaseLogProbabilities(nn.Cell):
 
 @contextlib.contextmanager
 def _adapters_off(network: nn.Cell) -> Iterator[None]:
-    """Lets cells with adapters compute what their base computes, for a while."""
-    cells = [cell for _, cell in lora_cells(network)]
+    """Lets cells with adapters, one or several, compute what their base computes, for a while."""
+    cells = [cell for _, cell in network.cells_and_names() if hasattr(cell, "without_adapter")]
     for cell in cells:
         cell.construct = cell.without_adapter
     try:

@@ -188,7 +188,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
         if adapters.adapters:
             # Before, so that each adapter's copy of the cells says so too.
             keep_examples_apart(model, files)
-            replaced = put_adapters(model, settings, config)
+            replaced = put_adapters(model, settings, config, _preference(settings))
         else:
             replaced = apply_lora(model, adapters).replaced
             draws = InitialDraws(adapters.seed)

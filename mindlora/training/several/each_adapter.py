@@ -158,9 +158,8 @@ class EachAdapter(Callback):
         """Gives the adapters their initial values, or those that a resumed run goes on with."""
         params = run_context.original_args()
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
-        steps, cell = self.steps_and_loss(params.train_network)
+        steps, self.held_out = self.steps_and_held_out(params.train_network, stack.count)
         self.set_initial_values(stack)
-        self.held_out = HeldOutOfAdapters(cell, stack.count)
         policies = getattr(steps, "policies", None)
         if policies is not None:
             self.rated, policies.keep = policies[0].settings.held_out_prompts, self._keep_rewards
@@ -181,11 +180,11 @@ class EachAdapter(Callback):
 
     # What another Trainer does in another way.
 
-    def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, HeldOutLossCell]:
-        """Returns what takes the steps of all adapters, and what computes the held-out loss of each row."""
+    def steps_and_held_out(self, train_network: nn.Cell, adapters: int) -> Tuple[UpdatesOfAdapters, HeldOutOfAdapters]:
+        """Returns what takes the steps of all adapters, and what measures their held-out losses."""
         step = train_step_of(train_network)
         model = base_of(step.network)
-        return step, HeldOutLossCell(model, ignore_token_id(model.config), by_row=True)
+        return step, HeldOutOfAdapters(HeldOutLossCell(model, ignore_token_id(model.config), by_row=True), adapters)
 
     def set_initial_values(self, stack: AdapterStack) -> None:
         """Gives the adapters their initial values."""

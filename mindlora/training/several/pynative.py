@@ -18,14 +18,18 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.network.tree import Tree
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
+from mindlora.training.preference.loss import answer_tokens, preference_measures
+from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.configuration import adapter_configuration
+from mindlora.training.pynative.initialization import learn
 from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse_missing_gradients, shifted
 from mindlora.training.resume.collectives import rank_count, sum_over_ranks
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.preparation import AdapterRates
+from mindlora.training.several.pynative_preference import PreferencesOfAdapters
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, stack_adapters
-from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, rows_for_each
+from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, of_each, rows_for_each
 
 require_mindformers("2.0")
 from mindformers.pynative.loss.loss import CrossEntropyLoss  # noqa: E402
@@ -60,7 +64,9 @@ def several_of(model: nn.Cell) -> Optional[Several]:
     return getattr(model, _SEVERAL, None)
 
 
-def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
+def put_adapters(
+    model: nn.Cell, settings: Any, lora_config: Any, preference: Optional[PreferenceSettings] = None
+) -> List[str]:
     """Puts the adapters of pet_config on a model that has no values yet, in place; returns the paths of their cells.
 
     The callbacks of which each adapter has its own are taken out of ``settings``.
@@ -69,6 +75,7 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
         model (nn.Cell): The model.
         settings (TrainConfig): The Trainer's configuration.
         lora_config (LoraConfig): Its lora_config.
+        preference (PreferenceSettings, optional): What they learn from preferences. Default: None, they learn labels.
 
     Raises:
         LoraError: As in trained_adapters and stack_adapters, or the rows of all adapters balance routed experts.
@@ -92,6 +99,7 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     data = [adapter.data for adapter in adapters]
     schedule = {**settings.lr_scheduler.to_dict(), "total_steps": settings.training.steps}
     setattr(model, _SEVERAL, Several(stack, runs, data, directory, schedule, settings.training.max_norm))
+    learn(model, preference)
     cells = {id(cell) for cell in stack.cells.values()}
     return [path for path, cell in Tree(model).cells.items() if id(cell) in cells]
 
@@ -203,7 +211,12 @@ class StackedStep(TrainStep):
         several = several_of(model)
         self.stack = several.stack
         self.updates = UpdatesOfAdapters(optimizer, several.max_norm)
-        self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
+        self.has_own_data = any(several.data)
+        self.preferences = None
+        if self.preference is not None:
+            self.preferences = PreferencesOfAdapters(self.preference, self.stack.count)
+        else:
+            self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
 
     @property
     def adapted(self) -> nn.Cell:
@@ -212,6 +225,8 @@ class StackedStep(TrainStep):
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns a micro-batch as the loss takes it: the rows of all adapters, those of the first adapter first."""
+        if self.preferences is not None:
+            return {name: of_each(column, self.stack.count, self.has_own_data) for name, column in inputs.items()}
         for name, column in inputs.items():
             if column.ndim not in (2, 3):
                 raise DataError(
@@ -223,7 +238,13 @@ class StackedStep(TrainStep):
         )
 
     def counted_tokens(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """Returns how many tokens of a micro-batch, as ``rows`` returns it, the loss of each adapter counts: [K]."""
+        """Returns how many tokens of a micro-batch, as ``rows`` returns it, the loss of each adapter counts: [K].
+
+        Of preferences, it is how many examples.
+        """
+        if self.preferences is not None:
+            marks = inputs[self.preference.settings.kind.columns[-1]].asnumpy()
+            return (marks != 0).reshape((self.stack.count, -1)).sum(-1)
         return self.is_counted(inputs).reshape((self.stack.count, -1)).sum(-1)
 
     def loss(self, inputs: Mapping[str, Any], micro_batches: int, compute: Callable) -> Tensor:
@@ -231,7 +252,12 @@ class StackedStep(TrainStep):
         rows = self.rows(inputs)
         tokens = self.counted_tokens(rows)
         self.tokens = self.tokens + tokens
-        totals, _ = compute(rows)
+        if self.preferences is not None:
+            of_adapters, sums = self.preferences(rows)
+            totals = ops.stack(of_adapters)
+            self.sums = self.sums + sums
+        else:
+            totals, _ = compute(rows)
         expected = tokens if self.expected is None else self.expected
         losses = totals / Tensor(np.maximum(expected, 1), ms.float32)
         self.losses.append(ops.stop_gradient(losses))
@@ -254,4 +280,9 @@ class StackedStep(TrainStep):
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step."""
+        if self.preferences is not None:
+            settings, sums = self.preference.settings, sum_over_ranks(self.sums.ravel()).reshape(self.sums.shape)
+            self.updates.more = [
+                {"tokens": float(answer_tokens(each)), "measures": preference_measures(each, settings)} for each in sums
+            ]
         self.record = self.updates.last_record()._replace(stop=self.stops)

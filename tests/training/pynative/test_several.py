@@ -133,17 +133,20 @@ def messages(folder):
         "one_saved": several(folder, "one_saved", three, loaded=after("plain", 2)),
         "several_saved": configuration(folder, "several_saved", {}, loaded=after("together", 2)),
     }
+    others = {}
     latent = {**HALF, "model": DEEPSEEK_V3, "loaded": {}, "more_callbacks": [{"type": "FillWeights", "base": True}]}
     latent["lora_config"] = pynative_runs.LORA_WITH_EXPERTS
     # The last one is not on routed experts.
-    configs["latent"] = several(folder, "latent", three, **latent)
-    configs["latent_alone"] = configuration(folder, "latent_alone", plain, **latent)
-    configs["balanced"] = several(folder, "balanced", three, model=pynative_runs.DEEPSEEK_V3, loaded={})
+    others["latent"] = several(folder, "latent", three, **latent)
+    others["latent_alone"] = configuration(folder, "latent_alone", plain, **latent)
+    others["balanced"] = several(folder, "balanced", three, model=pynative_runs.DEEPSEEK_V3, loaded={})
     for name, (pet_config, data) in FORMS.items():
         changes = {**HALF, "data": data, "held_out": data}
-        configs[name] = several(folder, name, three[:2], pet_config=pet_config, **changes)
-        configs[f"{name}_alone"] = configuration(folder, f"{name}_alone", {**pet_config, **plain}, **changes)
-    return dict(zip(configs, pynative_runs.series(list(configs.values()), folder)))
+        others[name] = several(folder, name, three[:2], pet_config=pet_config, **changes)
+        others[f"{name}_alone"] = configuration(folder, f"{name}_alone", {**pet_config, **plain}, **changes)
+    # Two processes, as one has a limit of time.
+    found = [pynative_runs.series(list(each.values()), folder) for each in (configs, others)]
+    return dict(zip([*configs, *others], sum(found, [])))
 
 
 def records(folder, key):
