@@ -11,3 +11,5 @@ sys.path.insert(0, ROOT)
 # As mindlora-run sets it: threads that spin between kernels disturb the next side.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Each measurement compiles its graphs, unless it is about kept ones.
+os.environ.setdefault("MINDLORA_GRAPH_CACHE", "")

@@ -80,7 +80,7 @@ class LoRAPyNativeEmbedding(LoRAEmbedding):
             set_value(there[part], values[part])
 
     def reset_parameter(self) -> None:
-        """Sets all parameters to their initial values, where MindFormers has made room for them."""
+        """Sets all parameters that MindFormers has allocated to their initial values."""
         if is_divided(self.weight):
             raise UnsupportedCellError(SHARDED_EMBEDDING)
         self.linear_type.reset_parameter(self)

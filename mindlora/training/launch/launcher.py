@@ -116,9 +116,11 @@ def start(config: "MindFormerConfig") -> None:
     from mindformers.core.context import build_context
     from mindformers.trainer import Trainer
 
+    from mindlora.network.graph_cache import VARIABLE, keep_in_home
     from mindlora.training.launch.preflight import take_base_over
 
     build_context(config)
+    keep_in_home(lambda line: print(f"mindlora-run: {line}", file=sys.stderr), f"{VARIABLE}=")
     without_values = take_base_over(config)
     trainer = Trainer(config)
     if config.run_mode in TRAINING_MODES:
