@@ -240,7 +240,7 @@ class StackedStep(TrainStep):
     def counted_tokens(self, inputs: Mapping[str, Any]) -> np.ndarray:
         """Returns how many tokens of a micro-batch, as ``rows`` returns it, the loss of each adapter counts: [K].
 
-        Of preferences, it is how many examples.
+        Where they learn from preferences, examples are counted.
         """
         if self.preferences is not None:
             marks = inputs[self.preference.settings.kind.columns[-1]].asnumpy()
