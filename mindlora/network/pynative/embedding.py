@@ -95,5 +95,5 @@ class LoRAPyNativeEmbedding(LoRAEmbedding):
         return y + self.cast(self.reshape(update, y.shape), y.dtype)
 
     def without_adapter(self, ids: Tensor) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         return self.linear_type.construct(self, ids)

@@ -353,7 +353,7 @@ class StackedLoRAPyNativeExpertWeight(StackedLoRAExpertWeight):
         return y + self.cast(self.b_product(self.a_product(x, a, groups) * own, b, groups), y.dtype)
 
     def without_adapter(self, x: Tensor, groups: Tensor, owners: Tensor) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         return self._base_cell[0](x, groups)
 
     def _name(self, part):

@@ -443,7 +443,7 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
         return self.computed(input_)
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         y = self.base.linear(self.base.tokens(input_), self._operands(), self.bias)
         return self.base.like(y, input_)
 

@@ -27,7 +27,7 @@ class PreferencesOfAdapters:
     """The losses of K adapters on preferences: PreferenceLoss of each adapter's rows.
 
     Args:
-        preference (PreferenceLoss): Of the model, whose rows are those of all adapters, those of the first one first.
+        preference (PreferenceLoss): The model's loss; its rows are those of all adapters, the first adapter's first.
         adapters (int): K.
 
     Attributes:
