@@ -239,6 +239,7 @@ class EvaReport:
     batches: int
     unsettled: Tuple[str, ...]
     keys: Dict[str, Any]
+    node: ClassVar[str] = "model.model_config.pet_config"
 
     def __str__(self) -> str:
         import yaml
@@ -251,8 +252,14 @@ class EvaReport:
             lines.append(
                 f"# The directions of {len(self.unsettled)} cells still changed with the last batch: give more --rows."
             )
-        lines.append("# Paste this into model.model_config.pet_config.")
+        lines.append(f"# Paste this into {self.node}.")
         return "\n".join([*lines, yaml.safe_dump(self.keys, sort_keys=False, width=120).rstrip()])
+
+
+class PynativeEvaReport(EvaReport):
+    """What it wrote for MindFormers' PyNative Trainer, where keys of both nodes say which cells get which ranks."""
+
+    node = "the YAML, beside what its nodes have"
 
 
 def _eva_options(parser: argparse.ArgumentParser) -> None:
@@ -316,14 +323,24 @@ def _eva(arguments: argparse.Namespace) -> EvaReport:
     prepare_imports()
     with log_elsewhere(arguments.verbose):
         import_mindformers()
-        from mindlora.training.launch.eva import eva_of
+        from mindlora.training.launch.pynative_run import is_for_pynative
+
+        is_pynative = is_for_pynative(arguments.yaml)
+        if is_pynative:
+            from mindlora.training.launch.pynative_eva import eva_of
+        else:
+            from mindlora.training.launch.eva import eva_of
 
         found = eva_of(
             arguments.yaml, arguments.overrides, arguments.rows, arguments.batch_size, arguments.rho, arguments.tau
         )
     files.write(found.adapter, arguments.output)
-    keys = {"adapter_path": arguments.output, **found.keys}
-    return EvaReport(arguments.output, found.ranks, found.batches, found.unsettled, keys)
+    loaded = {"adapter_path": arguments.output}
+    report = found.ranks, found.batches, found.unsettled
+    if is_pynative:
+        keys = {**found.keys, "pet_config": {**loaded, **found.keys["pet_config"]}}
+        return PynativeEvaReport(arguments.output, *report, keys)
+    return EvaReport(arguments.output, *report, {**loaded, **found.keys})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mindlora.models.trainable import select
 from mindlora.network.adapter_matching import split_joined
 from mindlora.network.base_fingerprint import fingerprint_of
 from mindlora.network.cells.cell import carry_settings
-from mindlora.network.cells.linear_base import channels_of, parallel_linear_types
+from mindlora.network.cells.linear_base import channels_of, parallel_linear_types, pynative_linear_types
 from mindlora.network.registry import describe
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree, replace_children
@@ -281,7 +281,9 @@ def _hooked(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
         rows = {}
         for number, paths in sharing.items():
             array = to_float32(to_array(tensors[number]))
-            rows[tuple(paths)] = array.reshape(-1, array.shape[-1])[counted.reshape(-1)]
+            # The cells of PyNative models get the first token of all rows, then the second.
+            counts = counted.T if isinstance(cells[paths[0]], pynative_linear_types()) else counted
+            rows[tuple(paths)] = array.reshape(-1, array.shape[-1])[counts.reshape(-1)]
         seen.clear()
         return rows
 

@@ -208,11 +208,16 @@ def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
         for cell in quantized:
             cell.base_cell.drop_float()
         raise
-    cells = [cell for _, cell in _cells(network)]
-    for cell in cells:
+    for _, cell in _cells(network):
         cell.before_merge = None
-    replace_children(network, {**{id(cell): cell.plain_cell() for cell in cells}, **plain_holders(network)})
+    without_adapters(network)
     return dataclasses.replace(report, before_merge_bytes=0)
+
+
+def without_adapters(network: nn.Cell) -> None:
+    """Puts in the place of each cell with an adapter the one that it replaced, with its current weight; in place."""
+    cells = [cell for _, cell in lora_cells(network)]
+    replace_children(network, {**{id(cell): cell.plain_cell() for cell in cells}, **plain_holders(network)})
 
 
 def _cells(network) -> List[Tuple[str, LoRACell]]:

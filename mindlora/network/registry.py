@@ -21,6 +21,7 @@ from mindlora.network.cells.parallel_linear import (
     QLoRAParallelLinear,
     on_parallel_linear,
 )
+from mindlora.network.pynative.embedding import LoRAPyNativeEmbedding
 from mindlora.network.pynative.experts import LoRAPyNativeExpertWeight, PyNativeExpertWeight
 from mindlora.network.pynative.linear import (
     AdaLoRAPyNativeLinear,
@@ -55,6 +56,7 @@ KINDS = (
     LoRADense,  # nn.Dense and MindFormers' Linear
     QLoRADense,  # QuantizedDense
     LoRAParallelEmbedding,  # VocabParallelEmbedding of MindFormers' mcore models
+    LoRAPyNativeEmbedding,  # VocabEmbedding of MindFormers' PyNative models
     LoRAEmbedding,  # nn.Embedding and MindFormers' LlamaEmbedding
     LoRAConv2d,  # nn.Conv2d
     LoRAMintConv2d,  # mint.nn.Conv2d

@@ -100,6 +100,20 @@ def write_data(path, rows=24, seed=0, labeled=None):
     write_mindrecord(({"input_ids": ids, "labels": row} for ids, row in pairs), str(path), overwrite=True)
 
 
+def write_samples(path, samples):
+    """Writes texts as rows for the Trainer: each token but the last predicts the next one."""
+    rows = []
+    for sample in samples:
+        row = {
+            "input_ids": np.full(tiny_runs.SEQUENCE, tiny_runs.PAD, np.int32),
+            "labels": np.full(tiny_runs.SEQUENCE, IGNORED, np.int32),
+        }
+        row["input_ids"][: len(sample)] = sample
+        row["labels"][: len(sample) - 1] = sample[1:]
+        rows.append(row)
+    write_mindrecord(iter(rows), str(path))
+
+
 def write_base(folder, source):
     """Writes a base for the Qwen3 above: as Hugging Face has it into ``source``, for the Trainer into ``folder``."""
     with pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,12 @@ from mindlora.network.pynative.experts import (
     LoRAPyNativeExpertWeight,
     PyNativeExperts,
     PyNativeExpertWeight,
+    StackedLoRAPyNativeExpertWeight,
     grouped_mlp_types,
 )
+
+# Cells of weights that PyNativeExperts holds: each comes after its experts, under the name of the parameter.
+_HELD = (PyNativeExpertWeight, LoRAPyNativeExpertWeight, StackedLoRAPyNativeExpertWeight)
 
 
 class RoutedExperts(nn.Cell):
@@ -141,8 +145,8 @@ def cells_and_weights(modules: Mapping[str, nn.Cell]) -> Dict[str, nn.Cell]:
     """Returns path -> cell of all ``modules`` of a network, and ExpertWeights of experts' weights after the experts."""
     cells: Dict[str, nn.Cell] = {}
     for path, cell in modules.items():
-        if isinstance(cell, (PyNativeExpertWeight, LoRAPyNativeExpertWeight)):
-            continue  # It comes after its experts, under the name of the parameter.
+        if isinstance(cell, _HELD):
+            continue
         cells[path] = cell
         for leaf, weight in _weights_of(cell).items():
             cells[f"{path}.{leaf}" if path else leaf] = weight

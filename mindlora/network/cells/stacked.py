@@ -184,28 +184,32 @@ class StackedLoRAExpertWeight(nn.Cell):
         """Puts K adapters on a weight of experts in float; as StackedLoRADense.from_cells."""
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
-        present = [one for one in adapted if one is not None]
-        first = present[0]
-        self.weight = cell.weight
-        self.leaf, self.experts, self.product = cell.leaf, cell.experts, cell.product
-        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
-        self.dtype = first.dtype
-        self.adapters = len(adapted)
-        self.rank = max(one.lora_rank for one in present)
-        together = self.adapters * self.rank
+        self._adopt(cell, adapted)
+        self.weight, self.product = cell.weight, cell.product
+        first = next(one for one in adapted if one is not None)
         dtype = first.mindpet_delta_lora_a.dtype
         shapes = {"a": [self.rank, self.in_channels], "b": [self.out_channels, self.rank]}
         for part, shape in shapes.items():
             name = f"mindpet_delta_lora_{part}"
             zeros = initializer("zeros", [self.adapters, self.experts, *shape], dtype)
             setattr(self, name, Parameter(zeros, name=f"{first.adapter_path}.{name}"))
+        return self
+
+    def _adopt(self, cell, adapted):
+        """Takes sizes and scales from the base and its adapters, and makes the operators."""
+        present = [one for one in adapted if one is not None]
+        self.leaf, self.experts = cell.leaf, cell.experts
+        self.in_channels, self.out_channels = cell.in_channels, cell.out_channels
+        self.dtype = present[0].dtype
+        self.adapters = len(adapted)
+        self.rank = max(one.lora_rank for one in present)
+        together = self.adapters * self.rank
         scales = np.array([0.0 if one is None else one.scale for one in adapted], np.float32)
         # [K, K r]: the scale of each adapter at its r columns.
         self.scales = Tensor(np.kron(np.diag(scales), np.ones((1, self.rank), np.float32)))
         self.a_product = GroupedProduct(self.in_channels, together)
         self.b_product = GroupedProduct(together, self.out_channels)
         self.cast, self.transpose, self.reshape = ops.Cast(), ops.Transpose(), ops.Reshape()
-        return self
 
     def lora_parameters(self) -> Tuple[Parameter, Parameter]:
         """Returns A and B of all adapters."""

@@ -8,7 +8,7 @@ the weights, A and B by their names in them: all of them are parameters of PyNat
 import functools
 import operator
 import sys
-from typing import Dict, Mapping, Tuple
+from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -17,7 +17,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.numerics.pair_shapes import transposed_experts
 from mindlora.models.lora_config import LoraConfig
-from mindlora.models.variants.registry import PYNATIVE_PARAMETERS
+from mindlora.models.variants.registry import PYNATIVE_PARAMETERS, PYNATIVE_STACKED
 from mindlora.network.cells.cell import (
     InitialDraws,
     carry_settings,
@@ -26,7 +26,8 @@ from mindlora.network.cells.cell import (
     refuse_unsupported,
 )
 from mindlora.network.cells.experts import ExpertWeight, GroupedProduct, LoRAExpertWeight
-from mindlora.network.pynative.linear import local, set_value
+from mindlora.network.cells.stacked import StackedLoRAExpertWeight
+from mindlora.network.pynative.linear import local, set_value, stacked_values
 from mindlora.network.tensors import to_array
 
 _GROUPED_MLP = "mindformers.pynative.transformers.moe.experts"
@@ -142,6 +143,10 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
     def reset_parameter(self) -> None:
         """Sets all parameters that MindFormers has allocated to their initial values."""
         self.base_cell.reset_parameter()
+        self.reset_adapter()
+
+    def reset_adapter(self) -> None:
+        """Sets A and B, which are allocated, to their initial values."""
         parts = self.parts()
         with self.draws:
             values = self._initial_values(False)
@@ -224,7 +229,11 @@ class PyNativeExperts(nn.Cell):
     @staticmethod
     def of(cell: nn.Cell, weights: Mapping[str, nn.Cell]) -> "PyNativeExperts":
         """Returns the replacement of a GroupedMLP, with these cells as its weights, by leaf."""
-        experts = _on(*grouped_mlp_types())(cell)
+        stacked = next((each for each in weights.values() if isinstance(each, StackedLoRAPyNativeExpertWeight)), None)
+        kind = PyNativeExperts if stacked is None else StackedPyNativeExperts
+        experts = _on(kind, *grouped_mlp_types())(cell)
+        if stacked is not None:
+            experts.adapters = stacked.adapters
         for leaf in LEAVES:
             weight = weights.get(leaf) or PyNativeExpertWeight(cell, leaf)
             experts.insert_child_to_cell(_cell_name(leaf), weight)
@@ -246,8 +255,12 @@ class PyNativeExperts(nn.Cell):
     def experts_forward(self, tokens: Tensor, groups: Tensor) -> Tensor:
         """The experts' part of GroupedMLP's forward: act(x W1_e) W2_e for tokens [tokens, hidden] sorted by expert."""
         first, second = self.weights().values()
-        x = self._activated(first(tokens, groups))
-        return self.cast(second(x, groups), tokens.dtype)
+        x = self._activated(self.multiplied(first, tokens, groups))
+        return self.cast(self.multiplied(second, x, groups), tokens.dtype)
+
+    def multiplied(self, weight: nn.Cell, x: Tensor, groups: Tensor) -> Tensor:
+        """Returns x times a weight, one of ``weights``."""
+        return weight(x, groups)
 
     def _activated(self, x):
         if not self.gated_linear_unit:
@@ -272,11 +285,122 @@ def check_grouped_mlp(cell: nn.Cell) -> None:
         refuse_own_forward(cell, grouped_mlp_types(), "the adapter's cell")
 
 
+# Several adapters on the same experts.
+
+
+class StackedLoRAPyNativeExpertWeight(StackedLoRAExpertWeight):
+    r"""A stacked weight of experts with K adapters: y_e = x_e W_e + (mask(x_e A_e^T) * scale) B_e^T, as in
+    StackedLoRAExpertWeight, which has the symbols.
+
+    Weights, of the holder:
+        weight1 [experts, in, out], weight1_stacked_lora_a [K, experts, in, r], weight1_stacked_lora_b
+        [K, experts, r, out]; or weight2 and so on.
+
+    Inputs:
+        - As for PyNativeExpertWeight, and
+        - **owners** (Tensor) - Shape [tokens, K]: 1 for the adapter that a token is of, else 0.
+
+    Outputs:
+        Tensor of shape [tokens, out_channels].
+    """
+
+    @classmethod
+    def from_cells(
+        cls,
+        cell: PyNativeExpertWeight,
+        adapted: Sequence[Optional[LoRAPyNativeExpertWeight]],
+        compute_dtype: Optional[str] = None,
+    ) -> "StackedLoRAPyNativeExpertWeight":
+        """Puts K adapters on a weight of experts, in float, without values; as StackedLoRADense.from_cells."""
+        self = cls.__new__(cls)
+        nn.Cell.__init__(self)
+        self._adopt(cell, adapted)
+        # Tuples hide them from MindSpore, which would list their parameters a second time.
+        self._base_cell, self._adapted = (cell,), tuple(adapted)
+        return self
+
+    def put_into(self, experts: "PyNativeExperts") -> None:
+        """Gives A and B of all adapters to the experts, and makes them the holder of the weight."""
+        (base,) = self._base_cell
+        base.put_into(experts)
+        first = next(one for one in self._adapted if one is not None)
+        dtype = getattr(ms, first.config.param_init_type)
+        shapes = {"A": (self.in_channels, self.rank), "B": (self.rank, self.out_channels)}
+        for part, shape in shapes.items():
+            with ms.DeviceCtx("meta"):
+                values = mint.empty((self.adapters, self.experts, *shape), dtype=dtype)
+            name = f"{base.weight.name}_{PYNATIVE_STACKED[part]}"
+            setattr(experts, self._name(part), Parameter(values, name=name))
+
+    def lora_parameters(self) -> Tuple[Parameter, Parameter]:
+        """Returns A and B of all adapters."""
+        a, b = (getattr(self._base_cell[0].holder, self._name(part)) for part in "AB")
+        return a, b
+
+    def reset_parameter(self) -> None:
+        """Sets the weight to its initial values, and A and B to the adapters' initial values."""
+        self._base_cell[0].reset_parameter()
+        for part, stacked in zip("AB", self.lora_parameters()):
+            set_value(stacked, Tensor(stacked_values(stacked.shape, part, self._adapted)))
+
+    def construct(self, x: Tensor, groups: Tensor, owners: Tensor) -> Tensor:
+        together = self.adapters * self.rank
+        a, b = (self.cast(local(parameter), self.dtype) for parameter in self.lora_parameters())
+        a = self.reshape(self.transpose(a, (1, 2, 0, 3)), (self.experts, self.in_channels, together))
+        b = self.reshape(self.transpose(b, (1, 0, 2, 3)), (self.experts, together, self.out_channels))
+        own = self.cast(ops.matmul(owners, self.scales), self.dtype)
+        y = self._base_cell[0](x, groups)
+        return y + self.cast(self.b_product(self.a_product(x, a, groups) * own, b, groups), y.dtype)
+
+    def without_adapter(self, x: Tensor, groups: Tensor, owners: Tensor) -> Tensor:
+        """Returns the output of the replaced cell."""
+        return self._base_cell[0](x, groups)
+
+    def _name(self, part):
+        return f"{self._base_cell[0].leaf}_{PYNATIVE_STACKED[part]}"
+
+
+@functools.lru_cache(maxsize=4)
+def owners_of(sequence: int, rows: int, adapters: int) -> Tensor:
+    """Returns 1 for the adapter that each token of [sequence, rows] is of, else 0: float32 [sequence * rows, K]."""
+    of_rows = np.repeat(np.eye(adapters, dtype=np.float32), rows // adapters, axis=0)
+    return Tensor(np.tile(of_rows, (sequence, 1)))
+
+
+class StackedPyNativeExperts(PyNativeExperts):
+    """PyNativeExperts with K adapters on its weights (StackedLoRAPyNativeExpertWeight).
+
+    A batch has equal numbers of rows for them, those of the first adapter first.
+
+    Attributes:
+        adapters (int): K.
+    """
+
+    def permute(
+        self, tokens: Tensor, top_scores: Tensor, selected_experts_indices: Tensor, num_tokens_per_expert: Tensor
+    ) -> Tuple[Tensor, ...]:
+        """Sorts the tokens [sequence, rows, hidden] by expert, as GroupedMLP does; notes which adapter each is of."""
+        found = super().permute(tokens, top_scores, selected_experts_indices, num_tokens_per_expert)
+        owners = self.cast(owners_of(*tokens.shape[:2], self.adapters), tokens.dtype)
+        if self.moe_permute_fusion:
+            experts = self.reshape(selected_experts_indices, (-1, self.top_k)).astype(mstype.int32)
+            owners, _ = ops.moe_token_permute(owners, experts)
+        else:
+            owners = owners[found[1] // self.top_k]
+        self._owners = (owners.astype(mstype.float32),)
+        return found
+
+    def multiplied(self, weight: nn.Cell, x: Tensor, groups: Tensor) -> Tensor:
+        """Returns x times a weight, one of ``weights``."""
+        if isinstance(weight, StackedLoRAPyNativeExpertWeight):
+            return weight(x, groups, *self._owners)
+        return weight(x, groups)
+
+
 @functools.lru_cache(maxsize=None)
-def _on(grouped_mlp: type) -> type:
+def _on(kind: type, grouped_mlp: type) -> type:
     """Returns the class that is both, whose dispatch of tokens and reset of the weights are MindFormers'."""
-    members = {"__doc__": PyNativeExperts.__doc__, "__module__": PyNativeExperts.__module__}
-    return type(PyNativeExperts.__name__, (PyNativeExperts, grouped_mlp), members)
+    return type(kind.__name__, (kind, grouped_mlp), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def _cell_name(leaf: str) -> str:

@@ -23,7 +23,7 @@ from mindlora.core.numerics.initializers import InitialPair
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.variants.registry import PARAMETERS, PYNATIVE_INITIAL, PYNATIVE_PARAMETERS, PYNATIVE_STACKED
 from mindlora.models.variants.variant import SHARDED
-from mindlora.network.cells.cell import InitialDraws, refuse_unsupported
+from mindlora.network.cells.cell import InitialDraws, LoRACell, refuse_unsupported
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.cells.linear_base import LinearBase, check_mindformers_linear, pynative_linear_types
 from mindlora.network.cells.low_rank import LowRankPicks, composed_low_rank
@@ -342,8 +342,8 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], lambda_d_lora_b [r], lambda_b_lora_b [out_channels];
-        shared by all cells, mindpet_delta_lora_vera_a [r, widest in_channels] and mindpet_delta_lora_vera_b
-        [widest out_channels, r].
+        of the first cell, shared by all, mindpet_delta_lora_vera_a [r, widest in_channels] and
+        mindpet_delta_lora_vera_b [widest out_channels, r].
 
     Inputs and outputs are those of LoRAPyNativeLinear.
 
@@ -356,21 +356,34 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         shared = super().shared_parameters(cells, config)
         for parameter in shared:
-            # Allocating the values of a model empties these parameters too.
+            # Allocating the values of a model empties the parameters that it knows.
             parameter.initial = parameter.asnumpy()
         return shared
 
     def _add_adapter(self, config, shared):
-        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
+        self._share(shared)
         super()._add_adapter(config, shared)
+
+    def _share(self, projection):
+        # hyper_parallel would give each layer parameters of its own, all with one name: the first cell alone has them
+        # as nn.Cell knows them, so that checkpoints hold them.
+        initial = [vars(parameter).pop("initial", None) for parameter in projection]
+        if initial[0] is not None:
+            self._initial = tuple(initial)
+            super()._share(projection)
+        elif not self._is_first:
+            self.__dict__.update(zip(("mindpet_delta_lora_vera_a", "mindpet_delta_lora_vera_b"), projection))
+
+    @property
+    def _is_first(self):
+        return "mindpet_delta_lora_vera_a" in self._params
 
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values; the first cell of a model sets the shared ones."""
         super().reset_parameter()
-        for parameter in self.shared_parts().values():
-            initial = vars(parameter).pop("initial", None)
-            if initial is not None:
-                parameter.copy_(Tensor(initial))
+        if self._is_first:
+            for parameter, initial in zip(self.shared_parts().values(), self._initial):
+                set_value(parameter, Tensor(initial))
 
 
 class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
@@ -418,19 +431,28 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
 
     def reset_parameter(self) -> None:
         """Sets W and bias to their initial values, and A and B to the adapters' initial values."""
-        self._base_cell[0].reset_parameter()
+        (base,) = self._base_cell
+        # hyper_parallel replaces the parameters of this cell alone.
+        base._params.update({name: self._params[name] for name in base._params if name in self._params})
+        base.reset_parameter()
         for part, stacked in zip("AB", self.lora_parameters()):
-            values = np.zeros(stacked.shape, np.float32)
-            for number, cell in enumerate(self._adapted):
-                if cell is not None:
-                    own = to_float32(to_array(cell.parts()[part]))
-                    values[(number, *map(slice, own.shape))] = own
-            set_value(stacked, Tensor(values))
+            set_value(stacked, Tensor(stacked_values(stacked.shape, part, self._adapted)))
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         # The model passes a weight only to a cell without its own, which the adapters' cells refuse.
         return self.computed(input_)
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns the output of the cell that this one replaced."""
-        return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
+        """Returns the output of the replaced cell."""
+        y = self.base.linear(self.base.tokens(input_), self._operands(), self.bias)
+        return self.base.like(y, input_)
+
+
+def stacked_values(shape: Tuple[int, ...], part: str, adapted: Sequence[Optional[LoRACell]]) -> np.ndarray:
+    """Returns one part of all adapters, float32 [K, ...], of the cells that carry each alone, or None."""
+    values = np.zeros(shape, np.float32)
+    for number, cell in enumerate(adapted):
+        if cell is not None:
+            own = to_float32(to_array(cell.parts()[part]))
+            values[(number, *map(slice, own.shape))] = own
+    return values

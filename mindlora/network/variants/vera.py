@@ -52,8 +52,12 @@ class VeRADense(LoRADense):
             for part, array in zip(VERA.shared_parts.values(), arrays)
         )
 
+    def _share(self, projection):
+        """Takes A and B, which all cells of the network share."""
+        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = projection
+
     def _add_adapter(self, config, shared):
-        self.mindpet_delta_lora_vera_a, self.mindpet_delta_lora_vera_b = shared
+        self._share(shared)
         self.projection_key = config.projection_prng_key
         self.slice = ops.Slice()
         self.mul = ops.Mul()

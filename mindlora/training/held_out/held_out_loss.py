@@ -109,8 +109,8 @@ class HeldOutLoss(PeriodicCallback):
     def measure(self) -> Dict[str, float]:
         """Returns the metrics, the same on every rank."""
         if isinstance(self.cell, StepOfAdapter):
-            return {"held_out_loss": self.cell.held_out_loss(self.dataset_dir, self.batch_size)}
-        if isinstance(self.cell, PreferenceLoss):
+            measures = self.cell.held_out(self.dataset_dir, self.batch_size)
+        elif isinstance(self.cell, PreferenceLoss):
             measures = held_out_preferences(self.cell, self.dataset_dir, self.batch_size)
         elif isinstance(self.cell, HeldOutLabelsCell):
             measures = held_out_labels(self.cell, self.dataset_dir, self.batch_size)

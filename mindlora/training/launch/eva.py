@@ -1,7 +1,7 @@
 """EVA for a MindFormers YAML: computes the initial adapter from its model, base, pet_config and training data."""
 
 import itertools
-from typing import Any, Dict, Iterator, List, Mapping, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 from mindformers.models.build_model import build_network
@@ -75,18 +75,36 @@ def batches_of(run: YamlRun, rows: int, batch_size: int) -> List[Batch]:
             "--train_dataset_dir."
         )
     model = model_of(run)
-    length = model["seq_length"]
+    special = ignore_token_id(model), pad_token_id(model)
+    return batches_of_files(files, rows, batch_size, model["seq_length"], special, run.is_mcore)
+
+
+def batches_of_files(
+    files: Sequence[str], rows: int, batch_size: int, length: int, special: Tuple[int, int], may_be_shifted: bool
+) -> List[Batch]:
+    """Returns the first ``rows`` of MindRecords as eva_adapter takes them.
+
+    Args:
+        files (sequence of str): The MindRecords, one at least.
+        rows (int): How many rows are read at most.
+        batch_size (int): Rows of a batch.
+        length (int): Tokens of a row that the network takes.
+        special (tuple of int): The label that does not count, and the token of padding.
+        may_be_shifted (bool): Whether rows of ``length`` tokens have as label i that of token i + 1.
+
+    Raises:
+        ConfigError: The rows are packed or too short.
+    """
+    ignored, padding = special
     read = itertools.islice(itertools.chain.from_iterable(first_rows(file, rows) for file in files), rows)
     batches = []
     for chunk in _chunks(read, batch_size):
         tokens = np.stack([_column(row, "input_ids", length) for row in chunk])
         labels = np.stack([_column(row, "labels", length) for row in chunk])
-        ignored = ignore_token_id(model)
-        if run.is_mcore and len(chunk[0]["input_ids"]) == length and "labels" in chunk[0]:
+        if may_be_shifted and len(chunk[0]["input_ids"]) == length and "labels" in chunk[0]:
             # Label i of such a row is token i + 1, so it does not say whether the first token counts.
             labels = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=ignored)
-        counted = (labels != ignored) & (tokens != pad_token_id(model))
-        batches.append((tokens.astype(np.int32), counted))
+        batches.append((tokens.astype(np.int32), (labels != ignored) & (tokens != padding)))
     return batches
 
 

@@ -82,7 +82,7 @@ class BaseLogProbabilities(nn.Cell):
 
 @contextlib.contextmanager
 def adapters_off(network: nn.Cell) -> Iterator[None]:
-    """Switches adapters off temporarily, so that their cells compute only the base's output."""
+    """Switches adapters off temporarily, one or several, so that their cells compute only the base's output."""
     cells = [cell for _, cell in network.cells_and_names() if hasattr(cell, "without_adapter")]
     for cell in cells:
         cell.construct = cell.without_adapter

@@ -23,7 +23,7 @@ from mindlora.models import names
 from mindlora.models.architectures.classifiers import is_of_head
 from mindlora.models.lora_config import AS_STORED
 from mindlora.network.cells.cell import LoRACell
-from mindlora.network.cells.stacked import StackedLoRADense
+from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWeight
 from mindlora.network.quantized.nf4 import packed_parameters
 from mindlora.network.tree import lora_cells
 from mindlora.training.pynative.configuration import refuse_division
@@ -99,7 +99,8 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
         CheckpointError: The checkpoint has only a part of the base or the adapters, or adapters of cells without
             adapters here.
     """
-    cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, (LoRACell, StackedLoRADense))]
+    kinds = (LoRACell, StackedLoRADense, StackedLoRAExpertWeight)
+    cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, kinds)]
     adapters = {parameter.name for cell in cells for parameter in cell.lora_parameters()}
     if not adapters:
         return

@@ -19,6 +19,7 @@ from mindlora.run.checks.pynative import processes_of_a_model
 from mindlora.run.checks.pynative_adapter import check_agreement, merged, variant_of
 
 require_mindformers("2.0")
+from mindformers.pynative.base_models.common.embeddings.vocab_embedding import VocabEmbedding  # noqa: E402
 from mindformers.pynative.config.config import LoraConfig as MindFormersLoraConfig  # noqa: E402
 from mindformers.pynative.layers.linear import Linear  # noqa: E402
 from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E402
@@ -28,7 +29,7 @@ _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
 # Keys that need undivided weights, the complete model, or all tokens of a row.
 _OF_WHOLE_MODELS = (
     *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
-    "alora_invocation_tokens",
+    *("alora_invocation_tokens", "adapters"),
 )
 
 
@@ -119,13 +120,13 @@ def selected_paths(model: nn.Cell, lora_config: MindFormersLoraConfig) -> List[s
     """Returns the paths of the cells that MindFormers' lora_config selects, by searching its regexes in each path.
 
     A match of exclude_layers in the path of a cell, or of an enclosing cell, excludes the cell. Routed experts are two
-    paths, one for each weight.
+    paths, one for each weight. MindFormers' own LoRA leaves out the embedding.
     """
     target = re.compile(lora_config.target_modules)
     exclude = re.compile(lora_config.exclude_layers) if lora_config.exclude_layers else None
     paths: List[str] = []
     for path, cell in model.cells_and_names():
-        matched = isinstance(cell, (Linear, GroupedMLP)) and target.search(path)
+        matched = isinstance(cell, (Linear, GroupedMLP, VocabEmbedding)) and target.search(path)
         if matched and not (exclude and any(map(exclude.search, _holders(path)))):
             paths += [f"{path}.{leaf}" for leaf in LEAVES] if isinstance(cell, GroupedMLP) else [path]
     return paths

@@ -25,8 +25,13 @@ _SAVED_MODULES = "mindlora_saved_modules"
 def remember(model: nn.Cell, config: PetLoraConfig, preference: Optional[PreferenceSettings] = None) -> None:
     """Stores, with a model, its adapters' configuration and its preference settings, if any."""
     setattr(model, _CONFIGURATION, config)
-    setattr(model, _PREFERENCE, preference)
+    learn(model, preference)
     setattr(model, _SAVED_MODULES, {parameter.name for parameter in saved_module_parameters(model)})
+
+
+def learn(model: nn.Cell, preference: Optional[PreferenceSettings]) -> None:
+    """Keeps with a model what it learns from preferences, if it does."""
+    setattr(model, _PREFERENCE, preference)
 
 
 def mark_saved_modules(model: nn.Cell) -> None:

@@ -11,6 +11,7 @@ from mindspore.graph.api import _no_grad
 from mindlora.core.mindformers_version import require_mindformers
 from mindlora.models.label_losses import IN_PYNATIVE, Head
 from mindlora.network.cells.score import score_of
+from mindlora.network.pynative.linear import local
 from mindlora.training.log import logger
 from mindlora.training.model.loss_in_pieces import (
     HandingLoRA,
@@ -43,6 +44,11 @@ class PynativeLossesOfHead(LossesOfHead):
 
     In evaluation, it keeps nothing for a backward, although its weights may be trainable.
     """
+
+    @property
+    def weight(self) -> Tensor:
+        """The head's weight, which hyper_parallel may hold."""
+        return local(self.__dict__["weight"])
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if self.training else _no_grad():
@@ -79,7 +85,7 @@ class LossesOfLabels(nn.Cell):
         return losses
 
 
-def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: int) -> None:
+def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: int, division: int) -> None:
     """Makes a model compute its losses by LabelLosses where possible, in place; logs whether it does.
 
     Args:
@@ -87,11 +93,12 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
             already set.
         setting (bool or int): loss_in_pieces of pet_config, already checked.
         processes (int): The number of processes of the run.
+        division (int): The number of processes among which the model is divided.
     """
     model = next((cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel)), None)
     if model is None or not model.post_process:
         return
-    described = _described(network, model, setting, processes)
+    described = _described(network, model, setting, processes, division)
     logger.info("%s", described)
     if described.why_whole:
         return
@@ -105,17 +112,21 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
     make_hand_on(head, _linear, HandingPynativeLoRA)
 
 
-def _described(network, model, setting, processes):
+def _described(network, model, setting, processes, division):
     head = model.output_layer
     plain = plain_head(head)
+    weight = model.embedding.word_embeddings.weight if head.weight is None else head.weight
     if score_of(network) is not None:
         cell = "gives scores of labels"
-    elif type(plain) is not Linear:
+    elif type(plain).construct is not Linear.construct:
         cell = other_head(head)
     elif plain.has_bias:
         cell = "has a bias"
+    elif processes > 1 and (plain is not head or weight.requires_grad):
+        # hyper_parallel exchanges the gradients of what a module multiplies by in its own forward.
+        cell = f"trains in {processes} processes"
     else:
         cell = obstacle_of_adapter(head)
-    run = f"the run has {processes} processes" if processes > 1 else ""
+    run = f"{division} processes divide the model" if division > 1 else ""
     is_known = type(model) is GPTModel
     return Head(setting, run, type(network).__name__, is_known, cell, bool(model.mtp_process), IN_PYNATIVE)

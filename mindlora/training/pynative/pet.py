@@ -147,10 +147,6 @@ def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
             cell.register_forward_hook(noisy)
 
 
-# Fields of pet_config with which layers or adapters share parameters; hyper_parallel gives each layer new ones.
-_SHARING = ("adapters", "use_vera")
-
-
 def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
     """Puts mindlora's adapters on a model that has no values yet, in place, according to lora_config and pet_config.
 
@@ -191,17 +187,11 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
             configuration.refuse_division(f"model.architectures is {type(model).__name__}")
             adapters.modules_to_save = with_score(adapters.modules_to_save)
         check_quantization(adapters.quantize_base, settings.checkpoint)
-        for field in _SHARING:
-            if getattr(adapters, field) and trainer.world_size > 1:
-                raise ConfigError(
-                    f"pet_config has {field}, for which parameters are shared, and this run has {trainer.world_size} "
-                    "processes, in which hyper_parallel gives each layer new ones. Start one process."
-                )
         files = _training_files(settings, adapters)
         if adapters.adapters:
             # Set before, so that each adapter's copy of the cells has it too.
             keep_examples_apart(model, files)
-            replaced = put_adapters(model, settings, config)
+            replaced = put_adapters(model, settings, config, _preference(settings))
         else:
             replaced = apply_lora(model, adapters).replaced
             draws = InitialDraws(adapters.seed)
@@ -255,6 +245,7 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
     """Freezes all parameters except those that pet_config trains; returns the numbers of trainable and frozen ones."""
     several = several_of(model)
     if several is not None:
+        several.stack.share_base(model)
         # The code that made the model's values may have made trainable parameters.
         trained = {id(p) for cell in several.stack.cells.values() for p in cell.lora_parameters()}
         for parameter in model.get_parameters():
@@ -278,7 +269,8 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
 def _put_loss_in_pieces(model: nn.Cell) -> None:
     """Applies pet_config.loss_in_pieces to a model whose trainable parameters are set."""
     trainer = configuration.current_trainer()
-    put_loss_in_pieces(model, loss_in_pieces(trainer.config.to_dict()), trainer.world_size)
+    setting = loss_in_pieces(trainer.config.to_dict())
+    put_loss_in_pieces(model, setting, trainer.world_size, configuration.division_of_model())
 
 
 def with_freezing_of_mindlora(_: Callable) -> Callable:

@@ -100,7 +100,7 @@ class TrainStep(nn.Cell):
     def begin(self) -> None:
         """Begins a step."""
         # The counted tokens of all micro-batches on all ranks; None if there is only one micro-batch.
-        self.expected: Optional[int] = None
+        self.expected: Any = None
         self.stops = False
         self.losses: List[Tensor] = []
         # SUMS of the step's preferences.
@@ -115,8 +115,9 @@ class TrainStep(nn.Cell):
         """Prepares a step of several micro-batches, here or on all ranks, each weighted by its number of tokens."""
         self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
         if rank_count() > 1:
-            tokens, stops = sum_over_ranks([self.expected, self.stop_requested])
-            self.expected, self.stops = int(tokens), bool(stops)
+            *tokens, stops = sum_over_ranks([*np.ravel(self.expected), self.stop_requested])
+            self.expected = np.reshape(tokens, np.shape(self.expected)).astype(int)[()]
+            self.stops = bool(stops)
         if len(micro_batches) > 1:
             self.copy_gradients()
 

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
 import numpy as np
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
-from mindformers.tools.utils import get_output_root_path
+from mindformers.tools.utils import get_output_root_path, get_real_rank
 from mindspore import Callback, nn
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
@@ -158,9 +158,8 @@ class EachAdapter(Callback):
         """Sets the adapters' initial values, or a resumed run's values."""
         params = run_context.original_args()
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
-        steps, cell = self.steps_and_loss(params.train_network)
+        steps, self.held_out = self.steps_and_held_out(params.train_network, stack.count)
         self.set_initial_values(stack)
-        self.held_out = HeldOutOfAdapters(cell, stack.count)
         policies = getattr(steps, "policies", None)
         if policies is not None:
             self.rated, policies.keep = policies[0].settings.held_out_prompts, self._keep_rewards
@@ -181,11 +180,11 @@ class EachAdapter(Callback):
 
     # Methods that differ under another Trainer.
 
-    def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, HeldOutLossCell]:
-        """Returns the object that takes all adapters' steps, and the one that computes each row's held-out loss."""
+    def steps_and_held_out(self, train_network: nn.Cell, adapters: int) -> Tuple[UpdatesOfAdapters, HeldOutOfAdapters]:
+        """Returns the object that takes all adapters' steps, and the one that measures their held-out losses."""
         step = train_step_of(train_network)
         model = base_of(step.network)
-        return step, HeldOutLossCell(model, ignore_token_id(model.config), by_row=True)
+        return step, HeldOutOfAdapters(HeldOutLossCell(model, ignore_token_id(model.config), by_row=True), adapters)
 
     def set_initial_values(self, stack: AdapterStack) -> None:
         """Sets the adapters' initial values."""
@@ -251,6 +250,8 @@ class EachAdapter(Callback):
         """Ends the runs of adapters that are still learning, and compares all adapters."""
         for run in self._learning(run_context.original_args()):
             run.end()
+        if get_real_rank() != 0:
+            return
         comparisons = list(self._comparisons())
         for comparison in comparisons:
             logger.info("The adapters on %s:\n%s", comparison.measure.source, comparison)
@@ -265,6 +266,8 @@ class EachAdapter(Callback):
             raise DivergenceError(" ".join(failures))
 
     def _write_record(self):
+        if get_real_rank() != 0:
+            return
         adapters = [{"name": run.name, "settings": run.settings, "ended": run.ended} for run in self.runs]
         several_adapters.write_record(self.saved_in, adapters)
 

@@ -15,15 +15,21 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.core.mindformers_version import require_mindformers
+from mindlora.network.tree import Tree
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
+from mindlora.training.preference.loss import answer_tokens, preference_measures
+from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.configuration import adapter_configuration
-from mindlora.training.pynative.train_step import TrainStep, refuse_missing_gradients, shifted
+from mindlora.training.pynative.initialization import learn
+from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse_missing_gradients, shifted
+from mindlora.training.resume.collectives import rank_count, sum_over_ranks
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.preparation import AdapterRates
+from mindlora.training.several.pynative_preference import PreferencesOfAdapters
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, stack_adapters
-from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, rows_for_each
+from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, of_each, rows_for_each
 
 require_mindformers("2.0")
 from mindformers.pynative.loss.loss import CrossEntropyLoss  # noqa: E402
@@ -58,7 +64,9 @@ def several_of(model: nn.Cell) -> Optional[Several]:
     return getattr(model, _SEVERAL, None)
 
 
-def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
+def put_adapters(
+    model: nn.Cell, settings: Any, lora_config: Any, preference: Optional[PreferenceSettings] = None
+) -> List[str]:
     """Puts the adapters of pet_config on a model that has no values yet, in place; returns the paths of their cells.
 
     Callbacks of which each adapter has its own are removed from ``settings``.
@@ -67,6 +75,7 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
         model (nn.Cell): The model.
         settings (TrainConfig): The Trainer's configuration.
         lora_config (LoraConfig): Its lora_config.
+        preference (PreferenceSettings, optional): What they learn from preferences. Default: None, they learn labels.
 
     Raises:
         LoraError: As in trained_adapters and stack_adapters, or the rows of all adapters balance routed experts.
@@ -90,8 +99,9 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     data = [adapter.data for adapter in adapters]
     schedule = {**settings.lr_scheduler.to_dict(), "total_steps": settings.training.steps}
     setattr(model, _SEVERAL, Several(stack, runs, data, directory, schedule, settings.training.max_norm))
+    learn(model, preference)
     cells = {id(cell) for cell in stack.cells.values()}
-    return [path for path, cell in model.cells_and_names() if id(cell) in cells]
+    return [path for path, cell in Tree(model).cells.items() if id(cell) in cells]
 
 
 def _check_balance(config: Any) -> None:
@@ -203,7 +213,12 @@ class StackedStep(TrainStep):
         several = several_of(model)
         self.stack = several.stack
         self.updates = self.kind_of_updates(optimizer, several.max_norm)
-        self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
+        self.has_own_data = any(several.data)
+        self.preferences = None
+        if self.preference is not None:
+            self.preferences = PreferencesOfAdapters(self.preference, self.stack.count)
+        else:
+            self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
 
     @property
     def adapted(self) -> nn.Cell:
@@ -212,6 +227,8 @@ class StackedStep(TrainStep):
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
         """Returns a micro-batch in the loss's form: the rows of all adapters, the first adapter's first."""
+        if self.preferences is not None:
+            return {name: of_each(column, self.stack.count, self.has_own_data) for name, column in inputs.items()}
         for name, column in inputs.items():
             if column.ndim not in (2, 3):
                 raise DataError(
@@ -223,7 +240,13 @@ class StackedStep(TrainStep):
         )
 
     def counted_tokens(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """Returns the number of tokens of a micro-batch from ``rows`` that each adapter's loss counts: [K]."""
+        """Returns the number of tokens of a micro-batch from ``rows`` that each adapter's loss counts: [K].
+
+        Where they learn from preferences, examples are counted.
+        """
+        if self.preferences is not None:
+            marks = inputs[self.preference.settings.kind.columns[-1]].asnumpy()
+            return (marks != 0).reshape((self.stack.count, -1)).sum(-1)
         return self.is_counted(inputs).reshape((self.stack.count, -1)).sum(-1)
 
     def loss(self, inputs: Mapping[str, Any], micro_batches: int, compute: Callable) -> Tensor:
@@ -231,13 +254,19 @@ class StackedStep(TrainStep):
         rows = self.rows(inputs)
         tokens = self.counted_tokens(rows)
         self.tokens = self.tokens + tokens
-        totals, _ = compute(rows)
+        if self.preferences is not None:
+            of_adapters, sums = self.preferences(rows)
+            totals = ops.stack(of_adapters)
+            self.sums = self.sums + sums
+        else:
+            totals, _ = compute(rows)
         expected = tokens if self.expected is None else self.expected
         losses = totals / Tensor(np.maximum(expected, 1), ms.float32)
         self.losses.append(ops.stop_gradient(losses))
         learns = self.updates.stopped == 0
-        # Selected, not multiplied: a stopped adapter's loss may be NaN.
-        losses = ops.select(learns, losses, ops.zeros_like(losses)) * micro_batches
+        # Selected, not multiplied: a stopped adapter's loss may be NaN. MindFormers takes the mean of the micro-batches
+        # and of the ranks.
+        losses = ops.select(learns, losses, ops.zeros_like(losses)) * (micro_batches * rank_count())
         total = losses.sum()
         return total + ops.stop_gradient(total / max(int(learns.asnumpy().sum()), 1) - total)
 
@@ -245,12 +274,17 @@ class StackedStep(TrainStep):
         """Takes the adapters' steps in place of the Trainer; returns their largest gradient norm."""
         refuse_missing_gradients(parameters)
         with _no_grad():
-            losses = functools.reduce(ops.add, self.losses)
-            counts = Tensor(self.tokens, ms.float32)
-            gradients = tuple(parameter.grad for parameter in parameters)
+            losses = Tensor(sum_over_ranks(functools.reduce(ops.add, self.losses).asnumpy()), ms.float32)
+            counts = Tensor(self.tokens_of_step, ms.float32)
+            gradients = tuple(map(gradient_of, parameters))
             _, _, _, norm = self.updates.update(losses, counts, gradients, ops.ones_like(losses))
         return float(norm.asnumpy()[0])
 
     def end(self, loss: float, norm: float, skipped: bool) -> None:
         """Records the step."""
-        self.record = self.updates.last_record()
+        if self.preferences is not None:
+            settings, sums = self.preference.settings, sum_over_ranks(self.sums.ravel()).reshape(self.sums.shape)
+            self.updates.more = [
+                {"tokens": float(answer_tokens(each)), "measures": preference_measures(each, settings)} for each in sums
+            ]
+        self.record = self.updates.last_record()._replace(stop=self.stops)

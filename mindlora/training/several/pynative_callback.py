@@ -12,8 +12,10 @@ from mindlora.training.held_out.pynative import LossOfRows
 from mindlora.training.model.network import evaluated_model, train_step_of
 from mindlora.training.resume import training_state
 from mindlora.training.several import each_adapter
+from mindlora.training.several.pynative_preference import HeldOutPreferencesOfAdapters
 from mindlora.training.several.resuming import check_same_adapters
 from mindlora.training.several.stack import AdapterStack
+from mindlora.training.several.step_of_adapter import HeldOutOfAdapters
 from mindlora.training.several.train_step import UpdatesOfAdapters
 
 
@@ -40,10 +42,12 @@ class EachAdapter(each_adapter.EachAdapter):
         # The states in the checkpoint: name of an adapter -> its training_state.
         self.states: Dict[str, Dict[str, Any]] = {}
 
-    def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, LossOfRows]:
-        """Returns the object that takes all adapters' steps, and the one that computes each row's held-out loss."""
-        model = evaluated_model(train_network)
-        return train_step_of(train_network).updates, LossOfRows(model, model.config.ignore_token_id, by_row=True)
+    def steps_and_held_out(self, train_network: nn.Cell, adapters: int) -> Tuple[UpdatesOfAdapters, HeldOutOfAdapters]:
+        """Returns the object that takes all adapters' steps, and the one that measures their held-out losses."""
+        step, model = train_step_of(train_network), evaluated_model(train_network)
+        if step.preferences is not None:
+            return step.updates, HeldOutPreferencesOfAdapters(step.preferences)
+        return step.updates, HeldOutOfAdapters(LossOfRows(model, model.config.ignore_token_id, by_row=True), adapters)
 
     def set_initial_values(self, stack: AdapterStack) -> None:
         """Leaves the adapters' values unchanged: MindFormers has made or loaded them."""

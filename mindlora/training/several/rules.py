@@ -373,7 +373,7 @@ _NOT_WITH_ADAPTERS = {
     "training.use_skip_step_on_nan": "each adapter skips such steps by itself",
     "model.calculate_per_token_loss": "each adapter has its own mean loss",
     "model.num_nextn_predict_layers": "a token further on has a loss that is not kept apart",
-    "preference": "preferences are learned by one adapter",
+    "preference.precomputed_reference": "the reference of all of them is the base, which each step computes",
 }
 
 

@@ -15,6 +15,7 @@ from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.parallel_linear import LoRAParallelLinear, QLoRAParallelLinear
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.cells.stacked import StackedLoRADense, StackedLoRAExpertWeight, StackedLoRAParallelLinear
+from mindlora.network.pynative.experts import LoRAPyNativeExpertWeight, StackedLoRAPyNativeExpertWeight
 from mindlora.network.pynative.linear import LoRAPyNativeLinear, StackedLoRAPyNativeLinear
 from mindlora.network.pynative.nf4 import QLoRAPyNativeLinear
 from mindlora.network.quantize import quantize_base
@@ -28,6 +29,7 @@ _STACKED = {
     LoRAParallelLinear: StackedLoRAParallelLinear,
     QLoRAParallelLinear: StackedLoRAParallelLinear,
     LoRAExpertWeight: StackedLoRAExpertWeight,
+    LoRAPyNativeExpertWeight: StackedLoRAPyNativeExpertWeight,
     LoRAPyNativeLinear: StackedLoRAPyNativeLinear,
     QLoRAPyNativeLinear: StackedLoRAPyNativeLinear,
 }
@@ -93,6 +95,15 @@ class AdapterStack:
             stacked = self.cells[path]
             found += [Slice(both, number, own) for both, own in zip(stacked.lora_parameters(), cell.lora_parameters())]
         return found
+
+    def share_base(self, network: nn.Cell) -> None:
+        """Makes the adapters' own networks share the base of the network again, some of which has been replaced."""
+        shared = {parameter.name: parameter for parameter in network.get_parameters()}
+        for own in self.networks:
+            for _, cell in own.cells_and_names():
+                for name, parameter in cell._params.items():
+                    if parameter is not None and parameter.name in shared:
+                        cell._params[name] = shared[parameter.name]
 
     def set_initial_values(self) -> None:
         """Sets the stack to its adapters' initial values; draws them now, if MindSpore has delayed that.
@@ -209,4 +220,4 @@ def _type_of(cell):
 def _by_name(network):
     """Returns a network's cells with adapters, by name."""
     with_adapter = {id(cell) for _, cell in lora_cells(network)}
-    return {name: cell for name, cell in network.cells_and_names() if id(cell) in with_adapter}
+    return {name: cell for name, cell in Tree(network).cells.items() if id(cell) in with_adapter}

@@ -1,7 +1,7 @@
 """StepOfAdapter: one adapter of a stack, with the interface of a train step for callbacks; its held-out loss."""
 
 import math
-from typing import Any, Dict, Iterator, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
@@ -47,7 +47,7 @@ class HeldOutOfAdapters:
     """The held-out losses of all adapters, measured when one of them is requested, once per step.
 
     Args:
-        cell, adapters: As for HeldOutRows.
+        cell, adapters: As for HeldOutRows; None where a subclass measures otherwise.
 
     Attributes:
         rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, measured in this step.
@@ -55,8 +55,8 @@ class HeldOutOfAdapters:
             prompts, the losses are negated rewards.
     """
 
-    def __init__(self, cell: HeldOutLossCell, adapters: int):
-        self.cell = HeldOutRows(cell, adapters)
+    def __init__(self, cell: Optional[HeldOutLossCell], adapters: int):
+        self.cell = None if cell is None else HeldOutRows(cell, adapters)
         self.rows: Dict[str, Tuple[np.ndarray, np.ndarray]] = {}
         self.best: Dict[str, Dict[int, Tuple[np.ndarray, np.ndarray, int]]] = {}
         self.step = 0
@@ -75,6 +75,10 @@ class HeldOutOfAdapters:
             return math.nan
         self.keep(adapter, dataset_dir, losses[adapter], counts)
         return float(losses[adapter].sum() / counts.sum())
+
+    def measures(self, adapter: int, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+        """Returns the mean loss as "loss", and what else is measured with it."""
+        return {"loss": self.loss(adapter, dataset_dir, batch_size)}
 
     def keep(self, adapter: int, path: str, losses: np.ndarray, counts: np.ndarray) -> None:
         """Keeps an adapter's measurements in this step, if its loss has not been smaller on the same data."""
@@ -179,9 +183,9 @@ class StepOfAdapter(nn.Cell):
         """Stops the adapter's learning."""
         self._all[0].stop(self.number)
 
-    def held_out_loss(self, dataset_dir: str, batch_size: int) -> float:
-        """Returns the adapter's mean loss on a MindRecord, which is measured for all adapters at once."""
-        return self._all[1].loss(self.number, dataset_dir, batch_size)
+    def held_out(self, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+        """Returns the adapter's mean loss on a MindRecord, "loss", and what is measured with it, for all at once."""
+        return self._all[1].measures(self.number, dataset_dir, batch_size)
 
 
 def _beside(kept, prefix, weight):

@@ -1,6 +1,6 @@
 """The train step of several adapters, each with its own loss, norm, clipping, rate and decision to skip."""
 
-from typing import Any, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mindformers.core.loss.loss import CrossEntropyLoss
@@ -170,8 +170,14 @@ class AdapterLosses(nn.Cell):
 
 def rows_for_each(x: Tensor, adapters: int) -> Tensor:
     """Returns [K rows, N], the first adapter's first, from shared rows [rows, N] or from [rows, K, N]."""
-    rows = ops.tile(x, (adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
-    return rows.reshape((-1, x.shape[-1]))
+    return of_each(x, adapters, x.ndim == 3)
+
+
+def of_each(x: Tensor, adapters: int, has_own: bool) -> Tensor:
+    """Returns [K rows, ...], the first adapter's first, from shared rows [rows, ...] or from [rows, K, ...]."""
+    if has_own:
+        return ops.swapaxes(x, 0, 1).reshape((-1, *x.shape[2:]))
+    return ops.tile(x, (adapters, *(1,) * (x.ndim - 1)))
 
 
 class RowsOfAdapters(nn.Cell):
@@ -242,6 +248,8 @@ class UpdatesOfAdapters(nn.Cell):
     """
 
     scale_sense: Optional[float] = None
+    # What else the last step measured of each adapter, such as the tokens and measures of preferences.
+    more: Sequence[Dict[str, Any]] = ()
 
     def __init__(self, optimizer: nn.Optimizer, max_grad_norm: Optional[float] = None):
         super().__init__(auto_prefix=False)
@@ -306,7 +314,8 @@ class UpdatesOfAdapters(nn.Cell):
     def record_of(self, adapter: int) -> StepRecord:
         """Returns one adapter's measurements in the last step."""
         loss, norm, count, skipped, rate = (float(value) for value in self.record.asnumpy()[:, adapter])
-        return StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
+        record = StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
+        return record._replace(**self.more[adapter]) if self.more else record
 
     def set_limits(self, adapter: int, loss: float, gradient_norm: float) -> None:
         """Sets the loss and the gradient norm before clipping above which an adapter's step is skipped."""

@@ -68,7 +68,7 @@ def runs(tmp_path_factory):
     return folder, messages[3]
 
 
-@shows("nf4", "qwen3", trainer="pynative")
+@shows("nf4", "deepseek_v3", trainer="pynative")
 def test_it_trains_as_on_the_dequantized_base(runs):
     folder, _ = runs
     losses, expected = (pynative_runs.losses(folder / name) for name in ("whole", "float"))

@@ -110,6 +110,7 @@ def test_an_embedding_and_norms_of_queries_and_keys_are_trained_saved_and_resume
 
 
 @shows("loftq", "qwen3", trainer="pynative")
+@shows("nf4", "qwen3", trainer="pynative")
 def test_loftqs_adapter_is_trained_on_its_base(folder, messages):
     assert messages["loftq"] is messages["in_float"] is None
     first, expected = (pynative_runs.losses(folder / run)[0] for run in ("loftq", "in_float"))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mindlora.data.mindrecord import write_mindrecord
+from mindlora.files.adapters import files as adapter_files
 from mindlora.run.checks.data_rows import BOUNDARY
 from tests.support import pynative_mindlora_run, pynative_runs, pynative_series, tiny_runs
 from tests.support.pynative_runs import IGNORED, only_with_pynative_trainer
@@ -19,6 +20,7 @@ from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
 STEPS, ROWS, BEGIN = 2, 4, 2
+NOT_JOINED = {**pynative_runs.LORA, "target_modules": r"linear_(proj|fc2)$"}
 DPO = {"loss": "dpo", "beta": 0.5}
 CLASSIFIER = {
     **pynative_runs.QWEN3,
@@ -26,16 +28,24 @@ CLASSIFIER = {
     "num_labels": 8,
     "ignore_token_id": 7,
 }
+# With other ranks, rates and data.
+ADAPTERS = [
+    {"name": "plain", "seed": 1},
+    {"name": "large", "seed": 2, "lora_rank": 6, "lora_alpha": 9, "learning_rate": 6.0e-3, "data": "rows"},
+]
 # Name -> data, and changed nodes; "parts" is how many micro-batches each process has. Both sides train these.
 COMPARED = {
     "labels": ("uneven", {"parts": 2}),
     "pissa": ("rows", {"pet_config": {"lora_init": "pissa", "modules_to_save": ["norm"]}}),
     "dora": ("rows", {"pet_config": {"use_dora": True}}),
+    "vera": ("rows", {"pet_config": {"use_vera": True}, "lora_config": NOT_JOINED}),
+    "adapters": ("uneven", {"parts": 2, "pet_config": {"adapters": ADAPTERS}}),
     "adalora": ("rows", {"pet_config": {"use_adalora": True, "target_r": 2, "tinit": 0, "tfinal": 1, "deltaT": 1}}),
     "packed": ("packed", {"pet_config": {"quantize_base": "nf4", "alora_invocation_tokens": [BEGIN]}}),
     "preferences": ("pairs", {"preference": DPO}),
     "words": ("words", {"model": CLASSIFIER}),
-    "guarded": ("rows", {}),
+    # Where the head trains, several processes make the logits of all tokens.
+    "guarded": ("rows", {"pet_config": {"modules_to_save": ["lm_head"]}}),
     # With the adapter that one process has trained first.
     "loaded": ("rows", {"pet_config": {"adapter_path": f"one/labels/step_{STEPS}"}}),
 }
@@ -44,12 +54,16 @@ SHOWN = {
     "labels": ("lora", "held_out"),
     "pissa": ("pissa", "saved_modules"),
     "dora": ("dora",),
+    "vera": ("vera",),
+    "adapters": ("several",),
     "adalora": ("adalora",),
     "packed": ("packed", "nf4", "alora"),
     "preferences": ("preference",),
     "words": ("classifier",),
     "guarded": ("guard",),
 }
+# The folders of runs with one adapter, in which a report is.
+REPORTS = [name for name in COMPARED if name != "adapters"]
 
 
 def shown(feature):
@@ -99,6 +113,9 @@ def configuration(folder, output, name, data, nodes):
     """Returns the YAML of a run of one process, which writes into ``output``."""
     nodes = copy.deepcopy(nodes)
     parts = nodes.pop("parts", 1)
+    for adapter in nodes.get("pet_config", {}).get("adapters", []):
+        if "data" in adapter:
+            adapter["data"] = str(folder / f"{adapter['data']}.mindrecord")
     if name == "loaded":
         nodes["pet_config"]["adapter_path"] = str(folder / nodes["pet_config"]["adapter_path"])
     callbacks = [
@@ -111,7 +128,7 @@ def configuration(folder, output, name, data, nodes):
         # The second process alone, where there are two.
         spoiled = {"type": "SpoilStep", "steps": [1], "rank": 1 if output.name == "two" else None}
         callbacks += [{"type": "TrainingGuard"}, {**spoiled, "path": str(output / "changed_{rank}.json")}]
-    if name in ("labels", "words"):
+    if name in ("labels", "words", "adapters"):
         held_out = str(folder / ("words" if name == "words" else "held_out")) + ".mindrecord"
         callbacks.append({"type": "HeldOutLoss", "dataset_dir": held_out, "batch_size": 2})
     nodes.setdefault("checkpoint", {"load_path": str(folder / "base"), "no_load_optim": True, "enable_save": False})
@@ -148,7 +165,17 @@ def further(folder, output):
         "resumed": {"checkpoint": after_a_step},
     }
     configs = {name: in_two(configuration(folder, output, name, "rows", nodes)) for name, nodes in runs.items()}
-    configs["stopped"]["callbacks"] += [{"type": "GracefulStop"}, {"type": "SendSignal", "step": 1, "rank": 1}]
+    stopping = [{"type": "GracefulStop"}, {"type": "SendSignal", "step": 1, "rank": 1}]
+    configs["stopped"]["callbacks"] += stopping
+    data, nodes = COMPARED["adapters"]
+    several = str(output / "several")
+    checkpoints = {
+        "adapters_stopped": {**configs["saved"]["checkpoint"], "save_path": several},
+        "adapters_resumed": {"enable_save": False, "load_path": f"{several}/iteration_00000001"},
+    }
+    for name, checkpoint in checkpoints.items():
+        configs[name] = in_two(configuration(folder, output, name, data, {**nodes, "checkpoint": checkpoint}))
+    configs["adapters_stopped"]["callbacks"] += stopping
     return configs
 
 
@@ -185,7 +212,7 @@ def records(folder, key):
     return [record[key] for record in map(json.loads, lines) if key in record]
 
 
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", [*REPORTS, *(f"adapters/{adapter['name']}" for adapter in ADAPTERS)])
 def test_the_report_is_that_of_all_ranks(one, two, name):
     for key in ("loss", "tokens", "held_out_loss", "reward_margin", "skipped"):
         expected, found = (list(map(float, records(run / name, key))) for run in (one, two[0]))
@@ -203,10 +230,11 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(two):
     assert records(two[0] / "guarded", "skipped") == [True, False]
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(two):
+@pytest.mark.parametrize("name", ["stopped", "adapters_stopped"])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(two, name):
     for rank, messages in enumerate(two[1]):
-        assert "SIGTERM stopped the run after step 1 of 2" in messages["stopped"]
-        assert len(pynative_runs.losses(two[0] / str(rank) / "stopped")) == 1
+        assert "SIGTERM stopped the run after step 1 of 2" in messages[name]
+        assert len(pynative_runs.losses(two[0] / str(rank) / name)) == 1
 
 
 @shown("resume")
@@ -219,9 +247,30 @@ def test_a_resumed_run_is_the_rest_of_the_whole_one(two):
         assert all(np.array_equal(trained[name], expected[name]) for name in expected)
 
 
-def test_several_processes_make_the_logits_of_all_tokens(two):
-    said = "Head and loss: the logits of all tokens are made at once, as the run has 2 processes."
-    assert all(said in log for log in two[2])
+@pytest.mark.parametrize("name", [adapter["name"] for adapter in ADAPTERS])
+def test_each_of_several_adapters_is_saved_as_one_process_saves_it(one, two, name):
+    expected, found = (
+        adapter_files.read(str(run / "adapters" / name / "lora_checkpoint" / f"step_{STEPS}")) for run in (one, two[0])
+    )
+    assert found.fingerprint == expected.fingerprint is not None
+    for key, array in expected.tensors.items():
+        np.testing.assert_allclose(found.tensors[key], array, atol=1e-4, err_msg=str(key))
+
+
+def test_several_adapters_go_on_as_if_they_had_not_stopped(two):
+    for rank, messages in enumerate(two[1]):
+        assert messages["adapters_resumed"] is None
+        whole, resumed = (two[0] / str(rank) / name for name in ("adapters", "adapters_resumed"))
+        assert pynative_runs.losses(resumed) == pynative_runs.losses(whole)[1:]
+        expected, trained = map(pynative_runs.trained, (whole, resumed))
+        assert all(np.array_equal(trained[name], expected[name]) for name in expected)
+
+
+def test_the_logits_of_all_tokens_are_made_where_the_head_trains(two):
+    whole = "Head and loss: the logits of all tokens are made at once, as the output head trains in 2 processes."
+    for log in two[2]:
+        assert log.count(whole) == 1
+        assert log.count("Head and loss: some tokens at a time") >= len(COMPARED) - 3
 
 
 def test_mindlora_run_adds_its_callbacks_in_each_process(folder, tmp_path):

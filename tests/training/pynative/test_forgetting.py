@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from mindlora.data import tokenizers
-from mindlora.data.mindrecord import write_mindrecord
 from mindlora.training.report.history import read_history
-from tests.support import pynative_runs, tiny_runs
-from tests.support.pynative_runs import IGNORED, QWEN3, only_with_pynative_trainer
+from tests.support import pynative_runs
+from tests.support.pynative_runs import QWEN3, only_with_pynative_trainer
 from tests.support.what_runs import shows
 
 pytestmark = only_with_pynative_trainer
@@ -69,7 +68,7 @@ def messages(folder):
     # As far away as the model is after the second step, and from the third one on it is further.
     budget = forgetting(folder, "measured")[1] * 1.01
     samples = state_of(folder, "measured")["Forgetting"]["samples"]
-    write_samples(folder / "samples.mindrecord", samples)
+    pynative_runs.write_samples(folder / "samples.mindrecord", samples)
     held_out = {"type": "HeldOutLoss", "dataset_dir": str(folder / "samples.mindrecord"), "every_steps": STEPS}
     tuned = {"pet_config": {"adapter_path": str(folder / "measured_peft" / f"step_{STEPS}")}}
     slower = [FORGETTING, {"type": "ForgettingBudget", "budget": budget, "max_returns": 9, "rate_cut": 0.5}]
@@ -104,20 +103,6 @@ def records(folder, key):
 
 def forgetting(folder, name):
     return records(folder / name, "forgetting")
-
-
-def write_samples(path, samples):
-    """Writes texts as rows for the Trainer: each token but the last predicts the next one."""
-    rows = []
-    for sample in samples:
-        row = {
-            "input_ids": np.full(tiny_runs.SEQUENCE, tiny_runs.PAD, np.int32),
-            "labels": np.full(tiny_runs.SEQUENCE, IGNORED, np.int32),
-        }
-        row["input_ids"][: len(sample)] = sample
-        row["labels"][: len(sample) - 1] = sample[1:]
-        rows.append(row)
-    write_mindrecord(iter(rows), str(path))
 
 
 def is_the_rest(folder, name, resumed):

@@ -82,7 +82,11 @@ def test_a_run_alone_has_what_the_adapter_has_of_its_own(tmp_path):
             "the keys that it supports are type, betas",
         ),
         ({"training": {"steps": 4, "use_skip_step_on_nan": True}}, "training.use_skip_step_on_nan", "by itself"),
-        ({"preference": {"loss": "dpo"}}, "preference", "one adapter"),
+        (
+            {"preference": {"loss": "dpo", "precomputed_reference": True}},
+            "preference.precomputed_reference",
+            "the reference of all of them is the base",
+        ),
         ({"checkpoint": {"save_trainable_only": True}}, "pet_config.adapters", "save_trainable_only saves one adapter"),
         ({"callbacks": [{"type": "Forgetting"}]}, "callbacks", "there are MFLossMonitor, ProgressBar"),
     ],
