@@ -41,10 +41,16 @@ def write_inputs(folder):
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=None, callbacks=(), **rl):
-    """Runs it; returns the process and its output folder."""
+def config_of(
+    resume=False, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
+):
+    """Returns the content of its YAML; ``model_type`` is "llama", or one of mcore_networks.SIZES."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
-    config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
+    if model_type == "llama":
+        config = tiny_runs.tiny_config("", epochs, callbacks)
+    else:
+        config = tiny_config("", epochs, callbacks, {}, model_type)
+    config.update(changes)
     pet_config = {"pet_type": "lora", **PET, **dict(pet)}
     config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})
     config["runner_config"]["batch_size"] = 6
@@ -67,4 +73,9 @@ def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=Non
         **rl,
     }
     config["callbacks"][-1]["resume"] = resume
-    return tiny_runs.launch(config, folder / name), folder / name
+    return config
+
+
+def start(folder, name, resume=False, **keys):
+    """Runs it, with the keys of config_of; returns the process and its output folder."""
+    return tiny_runs.launch(config_of(resume, **keys), folder / name), folder / name

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 from mindspore import Parameter, nn
 
-from mindlora.core.errors import DivergenceError, RewardError, TeacherError
+from mindlora.core.errors import ConfigError, DivergenceError, RewardError, TeacherError
 from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
@@ -43,6 +43,7 @@ class Policies:
 
     def __init__(self, policies: Sequence[Policy], sampler: Mapping[str, Any]):
         self._policies = list(policies)
+        self._processes = policies[0].processes
         self._sampler = dict(sampler)
         self._networks: List[nn.Cell] = []
         self._refresh: Callable[[int], None] = lambda number: None
@@ -117,7 +118,8 @@ class Policies:
         questions = {number: policy.questions(data) for number, policy in learning.items()}
         for number in learning:
             self._publish(number)
-        answered = iter(self.rollouts.answers([each for asked in questions.values() for each in asked]))
+        with self._processes.fail_together():
+            answered = iter(self.rollouts.answers([each for asked in questions.values() for each in asked]))
         answers = {}
         for number, policy in learning.items():
             answers[number] = policy.answers(data, [next(answered) for _ in questions[number]], self.rollouts)
@@ -141,7 +143,8 @@ class Policies:
         """Returns what is measured of a policy's answers to held-out prompts: see Policy.held_out_measures."""
         policy = self._policies[number]
         self._publish(number)
-        (answers,) = self.rollouts.answers([policy.held_out_question()])
+        with self._processes.fail_together():
+            (answers,) = self.rollouts.answers([policy.held_out_question()])
 
         def differentiate(rows: Answers, coefficients: np.ndarray) -> np.ndarray:
             return self.graphs.differentiate({number: rows}, {number: coefficients}, self.turn)[number]
@@ -163,8 +166,18 @@ class Policies:
 
     def open(self) -> None:
         """Makes sampler and rewards, which need the loaded weights, at the first step."""
-        if self.rollouts is not None:
-            return
+        if self.rollouts is None:
+            with self._processes.fail_together():
+                self._open()
+
+    def _open(self) -> None:
+        first = self._policies[0].settings
+        count = self._processes.count
+        if first.prompts_per_step % count:
+            raise ConfigError(
+                f"rl.prompts_per_step is {first.prompts_per_step}, and {count} processes learn together, each from as "
+                f"many prompts. Set it to a multiple of {count}."
+            )
         run = YamlRun(run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         tokenizer = load_tokenizer(self._sampler["tokenizer"])
@@ -178,7 +191,6 @@ class Policies:
                     policy.rewards = self._rewards_of(policy, folder)
                 tools = tools or tools_of(policy.rewards, tokenizer, settings)
             policy.prompts, policy.held_out = prompts_of_run(settings, tokenizer, seq_length, folder, tools)
-        first = self._policies[0].settings
         if isinstance(first.teacher, ServedTeacher) and not first.teacher.check_tokenizer(
             functools.partial(encode, tokenizer)
         ):
@@ -197,6 +209,7 @@ class Policies:
             max(len(prompt.tokens) for policy in self._policies for prompt in [*policy.prompts, *policy.held_out]),
             run.lora.product_dtype,
             tools,
+            count,
         )
         for policy in self._policies:
             logger.info(

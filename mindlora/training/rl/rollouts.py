@@ -62,15 +62,14 @@ class Answers:
             columns[MESSAGES] = self.messages
         return columns
 
-    def tool_measures(self) -> Dict[str, float]:
-        """Returns tools/call_frequency, the calls of an answer, and tools/failure_frequency, the share that failed;
-        nothing where there are no tools.
+    def tool_counts(self) -> Optional[np.ndarray]:
+        """Returns how many answers there are, how many calls, and how many of these have failed: int64 [1, 3]; None
+        where there are no tools.
         """
         if self.messages is None:
-            return {}
+            return None
         calls = sum(message["role"] == "tool" for answer in self.messages for message in answer)
-        failed = self.failures / max(calls, 1)
-        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": failed}
+        return np.array([[len(self.messages), calls, self.failures]])
 
 
 class Question(NamedTuple):
@@ -82,6 +81,7 @@ class Question(NamedTuple):
         prompts (sequence of Prompt): Those to which it does.
         seed (sequence of int): With the number of a row, it makes the row's random stream.
         generations (int or None): Answers to each prompt; None for num_generations.
+        first (int): The number of its first row, of those of all processes.
     """
 
     adapter: Optional[str]
@@ -89,6 +89,7 @@ class Question(NamedTuple):
     prompts: Sequence[Prompt]
     seed: Sequence[int]
     generations: Optional[int] = None
+    first: int = 0
 
 
 class _Draft:
@@ -163,6 +164,7 @@ class Rollouts:
         longest (int): Tokens of the longest prompt.
         product_dtype (str): What the networks in training round what their linear cells multiply to.
         tools (Tools): What answers may call. Default: None.
+        processes (int): How many share the answers of a step. Default: 1.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -179,6 +181,7 @@ class Rollouts:
         longest: int,
         product_dtype: str,
         tools: Optional[Tools] = None,
+        processes: int = 1,
     ):
         self._length = model["model_config"]["seq_length"]
         self._tools = tools
@@ -193,7 +196,7 @@ class Rollouts:
             # Among legacy models, one joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings[0].teacher_adapter, joins_cells))
-        running = min(sum(each.rows for each in settings), _MOST_RUNNING)
+        running = min(sum(each.rows for each in settings) // processes, _MOST_RUNNING)
         # The cache has room for what these prompts and answers can take.
         answer = max(each.max_completion_length for each in settings)
         blocks = -(-min(self._length, longest + answer) // EngineSettings.block_size)
@@ -245,10 +248,12 @@ class Rollouts:
         """Samples the next turn of each answer that goes on; ``turns`` is the number of those before, if any were."""
         requests: List[Tuple[Sequence[int], Sampling, Optional[str]]] = []
         for question, drafts in zip(questions, going):
-            seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(len(drafts), np.uint64)
+            seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(
+                question.first + len(drafts), np.uint64
+            )
             requests += [
                 (draft.context, self._sampling(draft, int(number)), question.adapter)
-                for draft, number in zip(drafts, seeds)
+                for draft, number in zip(drafts, seeds[question.first :])
             ]
         for draft, stream in zip(itertools.chain(*going), self._submit(requests)):
             draft.text = ""

@@ -123,10 +123,10 @@ def test_the_adapters_are_compared_by_their_held_out_rewards(both):
 
 def test_a_llama_s_adapter_does_so_on_a_base_in_four_bits(library, folder):
     pet = {"quantize_base": "nf4", "adapters": nodes(ADAPTERS)}
-    output = run(folder, "llama", is_llama=True, pet=pet)
+    output = run(folder, "llama", model_type="llama", pet=pet)
     own = {**ADAPTERS["second"], "quantize_base": "nf4"}
     rl, rate = own.pop("rl"), own.pop("learning_rate")
-    is_same(output / "second", run(folder, "llama_alone", is_llama=True, pet=own, rate=rate, **rl))
+    is_same(output / "second", run(folder, "llama_alone", model_type="llama", pet=own, rate=rate, **rl))
 
 
 STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
