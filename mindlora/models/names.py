@@ -127,7 +127,7 @@ def joined_path(path: str) -> Optional[str]:
 def in_hugging_face(path: str) -> bool:
     """Returns whether Hugging Face's model has the cell at ``path``; an unknown one counts as its own.
 
-    It lacks the joined cells of most models; of ChatGLM, it has those and lacks the parts.
+    It lacks the joined cells of most models. For ChatGLM it has them, and lacks their parts.
     """
     if any(architecture.in_hugging_face(path) for architecture in registry.ARCHITECTURES):
         return True
@@ -141,9 +141,9 @@ def is_linear(path: str) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def role_of(path: str) -> str:
-    """Returns what the legacy Llama calls the cell or norm with the same place in a layer as the one at ``path``.
+    """Returns the legacy Llama's name for the cell or norm in the same place of a layer as the one at ``path``.
 
-    Such as w_qkv, wo or attention_norm (Architecture.roles); the last part of a path that has no such place.
+    Examples are w_qkv, wo and attention_norm (Architecture.roles). Any other path gives its last part.
     """
     if is_output_head(path):
         return "lm_head"
@@ -190,12 +190,12 @@ def output_heads() -> List[str]:
     return list(dict.fromkeys(architecture.output_head.mindformers for architecture in registry.ARCHITECTURES))
 
 
-# In the names of parameters that describe a train step or are set anew when a run is resumed: no state of the run.
+# Words in the names of parameters that are not state of a run: they describe a train step or are set when it resumes.
 TRANSIENT = "transient_"
 
 
 def is_computed(name: str) -> bool:
-    """Returns whether a tensor of a checkpoint is one that every model computes for itself."""
+    """Returns whether every model computes this tensor of a checkpoint itself."""
     return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)
 
 
@@ -215,7 +215,7 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
 
 
 def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
-    """Returns the first architecture that has all of these cells (legacy names); None if the Llama has, or none."""
+    """Returns the first architecture that has all of these cells (legacy names); None for Llama or no match."""
     cells = list(paths)
     for architecture in registry.ARCHITECTURES:
         target = HF if architecture.legacy else MCORE
@@ -230,7 +230,7 @@ def _knowing_most(knows: Callable[[Architecture, str], object], names: Iterable[
 
 
 def _by_layers(name: str) -> List[Architecture]:
-    """Returns all architectures, first those whose layers have names that begin as ``name`` does."""
+    """Returns all architectures, first those whose prefix of layers begins ``name``."""
     return sorted(registry.ARCHITECTURES, key=lambda architecture: not name.startswith(architecture.layer_starts))
 
 
@@ -255,9 +255,9 @@ def _leaf(path: str) -> str:
 
 
 def missing_prefix(of_model: Collection[str]) -> str:
-    """Returns what the names of cells or parameters lack if they are a bare model's, such as "model."; "" otherwise.
+    """Returns the prefix that names of a bare model lack, such as "model."; "" for other names.
 
-    They are a bare model's if a known model has one of them behind the prefix, and none of them begins with it.
+    Names are a bare model's if a known model has one of them behind the prefix, and none of them begins with it.
     """
     for architecture in registry.ARCHITECTURES:
         for world in (HF, LEGACY):
@@ -271,13 +271,13 @@ def missing_prefix(of_model: Collection[str]) -> str:
 
 
 def with_prefix(name: str, prefix: str) -> str:
-    """Returns a name of a bare model as the model with a head has it; a head's, which stands beside it, as it is."""
+    """Returns a bare model's name as the model with a head has it; a head's name is unchanged."""
     is_head = any(map(is_output_head, (name, name.rpartition(".")[0])))
     return name if is_head else prefix + name
 
 
 def _is_bare(name: str, prefix: str, layers: str, architecture: Architecture, world: str) -> bool:
-    """Returns whether ``name`` is of a layer or of what stands beside the layers, and is known behind the prefix."""
+    """Returns whether ``name`` belongs to a layer or stands beside the layers, and is known behind the prefix."""
     whole = prefix + name
     if not re.match(rf"{re.escape(layers)}\.\d+\.", name):
         # mcore's embedding.word_embeddings has nothing before it.

@@ -1,4 +1,4 @@
-"""An engine over a network in training: it has that network's weights, not copies, and its adapters as they are now."""
+"""An engine over a network in training: it shares that network's weights and has its current adapters."""
 
 from typing import Any, Callable, Container, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
@@ -33,30 +33,30 @@ from mindlora.serving.packed_adapter import Block, PackedAdapter, pair_rows, row
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import Nf4StackedExperts
 
-# By which requests ask for the adapter that trains, where there is one.
+# The name under which requests ask for the adapter in training, if there is only one.
 TRAINED = "trained"
-# The joined cells of a served mcore network, and the cell of Hugging Face's whose name tells theirs in training.
+# The joined cells of a served mcore network, and the cell of Hugging Face's whose name gives theirs in training.
 _JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": ("gate_proj", "gating", "linear_fc1")}
 
 
 class TrainedEngine:
     """An engine for the model that a network trains, in the same process, with one copy of the weights.
 
-    Its own are the key-value cache and the slots of each pool. Requests for an adapter that trains get it as it was
-    when ``publish`` was called last, None gets the base, and other names get adapters of files, which are joined and
-    checked as load_lora does it on the network in training. While the engine has requests, training computes in turns
+    It owns the key-value cache and the slots of each pool. Requests for an adapter in training get its state at
+    the last call of ``publish``, None gets the base, and other names get adapters of files, which are joined and
+    checked as load_lora does on the network in training. While the engine has requests, training computes in turns
     (Engine.turns).
 
     Args:
-        networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells and experts: the adapter of that
-            name. All have the same parameters for the base, and its weights have been loaded.
+        networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells and experts, or
+            DoRA on linear cells, on a CPU: the adapter of that name. All have the same parameters for the base, and its weights have been loaded.
         model (mapping): The node ``model`` of its YAML.
-        tokenizer: As load_tokenizer returns it.
+        tokenizer: The result of load_tokenizer.
         settings (EngineSettings): The engine's sizes.
         adapters (mapping): Name -> path of adapters of files, in any form that is served. Default: none.
 
     Raises:
-        ConfigError: The model is not one that is served, or there is nothing at a path.
+        ConfigError: The model cannot be served, or a path does not exist.
         UnsupportedCellError: An adapter is of a variant, or on a cell, that is not published from memory.
         AdapterError: The adapter of a file cannot be used, or was trained on another base.
     """
@@ -70,7 +70,7 @@ class TrainedEngine:
         adapters: Optional[Mapping[str, str]] = None,
     ):
         for network in networks.values():
-            # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
+            # Otherwise MindSpore draws a new adapter's values when it compiles training, after the first was published.
             network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
         first = next(iter(networks.values()))
@@ -97,7 +97,7 @@ class TrainedEngine:
         registry = AdapterRegistry(paths=adapters)
         for name in networks:
             registry.publish(name)
-        # How joined cells order their rows, the network in training tells.
+        # The network in training determines the order of rows in joined cells.
         shapes = {
             path: shape if shape.experts else shape._replace(linear=True)
             for path, shape in cell_shapes(first, trained).items()
@@ -115,15 +115,14 @@ class TrainedEngine:
             self.publish(name)
 
     def publish(self, name: str = TRAINED) -> None:
-        """Gives the requests for an adapter that trains, and come from now on, the adapter as it is."""
+        """Makes the current state of an adapter in training the one that new requests get."""
         blocks = {path: self._block(path, cell) for path, cell in self._adapted[name].items()}
         nbytes = sum(block.nbytes for block in blocks.values())
         rank = max((cell.lora_rank for cell in self._adapted[name].values()), default=0)
         self.engine.adapters.memory.publish(name, PackedAdapter("an adapter that trains", blocks, nbytes, rank))
 
-
     def _block(self, path: str, cell: LoRACell) -> Block:
-        """Returns what the slot of a cell holds of its adapter as it is."""
+        """Returns the content of the slot for the current state of a cell's adapter."""
         a, b = (part.astype(np.float32) for part in cell.pair())
         rows = pair_rows(a, b, self.engine.runner.pools.dtype, self._rows_of_experts)
         scale, gain = float(cell.scale), None
@@ -139,7 +138,7 @@ def _cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
     """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training, and of the stacked
     weights of its experts.
 
-    The weight's name has that path, whatever wrappers the network has; a tied head's weight has the embedding's.
+    The weight's name has that path under any wrappers of the network; a tied head's weight has the embedding's.
     """
     found = {}
     for path, cell in Tree(network).cells.items():
@@ -161,7 +160,7 @@ def _cells_of(weights: Mapping[str, Parameter], cells: Mapping[int, Tuple[str, n
 def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Optional[dict]]) -> None:
     """Raises BaseMismatchError if an adapter was trained on the same cells of another base.
 
-    A file has the parts of joined cells, and the pairs that were joined again are those that it was trained with.
+    A file has the parts of joined cells, and the rejoined pairs are those of its training.
     """
     current = fingerprint(packed.blocks)
     if packed.fingerprint and current and packed.fingerprint.get("shapes") == current["shapes"]:
@@ -169,7 +168,7 @@ def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Op
 
 
 def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
-    """Gives the served network, which has no values yet, cells in NF4 where the one in training has; returns whether
+    """Gives the served network, which has no values yet, cells in NF4 like the one in training; returns whether
     there are any.
     """
     packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
@@ -201,7 +200,7 @@ def _parameters(network: nn.Cell) -> Dict[str, Parameter]:
 
 
 def _there(name: str, served: nn.Cell) -> str:
-    """Returns the name in training of a parameter of the served network."""
+    """Returns the name, in the network in training, of a parameter of the served network."""
     return _name_in_training(name) if isinstance(served, McoreNetwork) else name
 
 
@@ -209,7 +208,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
     """Gives a network of build_network(in_training=True) the weights of the one in training, in place.
 
     Raises:
-        UnsupportedCellError: The network in training holds the weights in another form.
+        UnsupportedCellError: The network in training holds its weights in another form.
     """
     trained = _parameters(network)
     for _, cell in served.cells_and_names():
@@ -230,7 +229,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
 
 
 def _as_served(parameter: Parameter, trained: Parameter) -> Parameter:
-    """Returns the parameter in training; of a vector in another dtype, as of norms in 16 bits, a copy."""
+    """Returns the parameter in training, or a copy for vectors of another dtype, such as norms in 16 bits."""
     if trained.dtype == parameter.dtype or trained.ndim > 1:
         return trained
     return Parameter(trained.astype(parameter.dtype), name=parameter.name, requires_grad=False)

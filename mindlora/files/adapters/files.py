@@ -1,4 +1,4 @@
-"""Adapter files without a network: reading and writing every form in dialects.registry."""
+"""Reads and writes adapter files in every form of dialects.registry, without a network."""
 
 import contextlib
 import dataclasses
@@ -33,9 +33,9 @@ def read(
             .safetensors, .ckpt or .bin file of these or of kohya.
         allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
             it is run. Default: False.
-        wanted (Wanted): Which part of a Stable Diffusion adapter, and for a network with which paths. Default: all of
-            it, for any.
-        extras (Extras): What of PEFT's the caller can take besides plain pairs. Default: nothing.
+        wanted (Wanted): The part of a Stable Diffusion adapter to read, and the network's paths. Default: all of
+            it, for any network.
+        extras (Extras): Features of PEFT that the caller supports besides plain pairs. Default: none.
 
     Returns:
         Adapter, whose pairs are complete and have the declared ranks. If it is Stable Diffusion's, its paths begin with
@@ -44,7 +44,7 @@ def read(
     Raises:
         AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, its configuration is not
             supported, or it is of a form that is known and not read.
-        AdapterError: There is nothing of the wanted part in it.
+        AdapterError: It holds no tensor of the requested part.
         TruncatedAdapterError: The file ends before its content does.
         UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
         MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete, or its shapes do not agree.
@@ -75,7 +75,7 @@ def read_adapters(
 ) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
-    The other arguments are those of ``read``. Raises ScaleMismatchError if ``alpha`` is given and every file states it.
+    The other arguments are as in ``read``. Raises ScaleMismatchError if ``alpha`` is given and every file states it.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
     adapters = [read(path, allow_pickle, wanted, extras) for path in progress]
@@ -87,7 +87,7 @@ def read_adapters(
 
 
 def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, Any], source: str) -> Adapter:
-    """Returns the adapter that arrays under MindFormers' or PEFT's names make up; raises as ``read`` does.
+    """Returns the adapter made of arrays under MindFormers' or PEFT's names; raises as ``read`` does.
 
     ``metadata`` is as adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
     """

@@ -1,11 +1,11 @@
-"""What so few examples tell: values with intervals, and paired differences of adapters to their base."""
+"""Statistics of small samples: values with intervals, and paired differences of adapters from their base."""
 
 import dataclasses
 from typing import Callable, Dict, Mapping, Optional
 
 import numpy as np
 
-# Resamples of the examples, and how much of them an interval leaves out on each side.
+# Number of resamples, and the share of them that an interval leaves out on each side.
 RESAMPLES = 2000
 _TAIL = 2.5
 # By chance, five examples in a row all agree in one of 16 cases: they never tell two models apart at 95 %.
@@ -16,7 +16,7 @@ BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A value, and the interval that holds 95 % of its resamples; no interval below LEAST_EXAMPLES examples."""
+    """A value, and the interval that holds 95 % of its resamples; None with fewer than LEAST_EXAMPLES examples."""
 
     value: float
     low: Optional[float] = None
@@ -66,10 +66,10 @@ def measure(
     if the interval of its difference leaves out 0.
 
     Args:
-        amounts (mapping): Model -> float64 [n], of each example; None is the base.
-        weights (array): float64 [n], of each example; their sum is above 0.
-        transform (callable): Elementwise and growing. Default: the identity.
-        seed (int): Of the resamples.
+        amounts (mapping): Model -> float64 [n], a number for each example; None is the base.
+        weights (array): float64 [n], a weight for each example; their sum is above 0.
+        transform (callable): An increasing elementwise function. Default: the identity.
+        seed (int): Seed of the resamples.
 
     Source: Efron, Bootstrap Methods: Another Look at the Jackknife, 1979; Koehn, Statistical Significance Tests for
     Machine Translation Evaluation, 2004.
@@ -91,7 +91,7 @@ def measure(
 
 
 def _draws(count: int, seed: int) -> np.ndarray:
-    """Returns how often each resample has each example, [RESAMPLES, count]; none if there are too few examples."""
+    """Returns how often each resample has each example, [RESAMPLES, count]; None with too few examples."""
     if count < LEAST_EXAMPLES:
         return np.zeros((0, count))
     return np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), RESAMPLES)
