@@ -49,7 +49,8 @@ class TrainedEngine:
 
     Args:
         networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells and experts, or
-            DoRA on linear cells, on a CPU: the adapter of that name. All have the same parameters for the base, and its weights have been loaded.
+            DoRA on linear cells, on a CPU: the adapter of that name. All have the same parameters for the base, and its
+            weights have been loaded.
         model (mapping): The node ``model`` of its YAML.
         tokenizer: The result of load_tokenizer.
         settings (EngineSettings): The engine's sizes.

@@ -50,7 +50,12 @@ SAMPLING = {"max_tokens": NEW, "logprobs": 0, "ignore_eos": True, "bad_words": (
 OF_ADAPTER = ("quantize_base", "use_dora")
 
 
-def trained_network(seed=0, targets="all-linear", model_type="qwen3", **keys):
+# All linear cells, and the experts.
+TARGETS = {"qwen3": "all-linear", "qwen3_moe": ".*linear_.*|.*experts.*"}
+
+
+def trained_network(seed=0, targets=None, model_type="qwen3", **keys):
+    targets = targets or TARGETS[model_type]
     pet = {key: keys.pop(key) for key in OF_ADAPTER if key in keys}
     made = MAKE[model_type](seed, vocab_size=VOCABULARY, seq_length=LENGTH, **keys)
     return with_adapters(made, lora_rank=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets, **pet)

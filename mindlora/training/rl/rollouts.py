@@ -15,7 +15,7 @@ from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.rl.prompts import MESSAGES, Prompt
-from mindlora.training.rl.settings import RlSettings
+from mindlora.training.rl.settings import RlSettings, answers_at_once
 from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.rl.tools import Tools, Turn
 
@@ -196,7 +196,7 @@ class Rollouts:
             # Among legacy models, one joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings[0].teacher_adapter, joins_cells))
-        running = min(sum(each.rows for each in settings) // processes, _MOST_RUNNING)
+        running = answers_at_once(settings, processes)
         # The cache has room for what these prompts and answers can take.
         answer = max(each.max_completion_length for each in settings)
         blocks = -(-min(self._length, longest + answer) // EngineSettings.block_size)
@@ -379,7 +379,5 @@ class Rollouts:
         )
 
 
-# Further requests wait: the cache has room for so many at a time.
-_MOST_RUNNING = 64
 # All answers of a step are asked for at once.
 _MOST_WAITING = 2**20

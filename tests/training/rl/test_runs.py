@@ -84,7 +84,8 @@ def test_a_base_in_four_bits_is_sampled_as_it_trains(library, folder):
 @shows("rl", "qwen3_moe")
 @shows("experts", "qwen3_moe")
 def test_routed_experts_are_sampled_as_they_train_and_a_resumed_run_learns_the_same(library, folder):
-    result, output = start(folder, "experts", model_type="qwen3_moe")
+    keys = {"model_type": "qwen3_moe", "pet": {"target_modules": ".*linear_.*|.*experts.*"}}
+    result, output = start(folder, "experts", **keys)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     history = read_history(str(output))
     assert 0 < history.series("agreement/max")[1].max() < 1e-4
@@ -93,7 +94,7 @@ def test_routed_experts_are_sampled_as_they_train_and_a_resumed_run_learns_the_s
     assert abs(kl[0]) < 1e-6 < kl[-1]
     learned = tiny_runs.state(output / "lora_checkpoint" / "step_6")
     assert any("experts" in name and np.abs(array).max() > 0 for name, array in learned.items() if "lora_B" in name)
-    result, resumed = start(folder, "resumed_experts", str(output / "lora_checkpoint" / "step_4"), model_type="qwen3_moe")
+    result, resumed = start(folder, "resumed_experts", str(output / "lora_checkpoint" / "step_4"), **keys)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_6" for run in (output, resumed)))
 
