@@ -258,8 +258,8 @@ def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:
     others = [path for path, cell in lora_cells(network) if not _is_publishable(cell)]
     if others:
         raise UnsupportedCellError(
-            f"The adapters on {listed(others)} are neither plain LoRA nor, on a CPU, DoRA, on all tokens, which alone are "
-            "published from memory: leave the keys of the variant, and alora_invocation_tokens, out of pet_config."
+            f"The adapters on {listed(others)} are neither plain LoRA nor, on a CPU, DoRA, on all tokens, which alone "
+            "are published from memory: leave the keys of the variant, and alora_invocation_tokens, out of pet_config."
         )
 
 

@@ -295,8 +295,8 @@ def row_gains(
     norms = row_norms(to_float32(weight), *pair, scale)
     if not norms.all():
         raise NotFiniteError(
-            f"{where} rescales rows of zeros, which have no direction: DoRA is not defined there. Load the base that it "
-            "was trained on."
+            f"{where} rescales rows of zeros, which have no direction: DoRA is not defined there. Load the base that "
+            "it was trained on."
         )
     return to_float32(magnitude) / norms - 1
 

@@ -41,9 +41,7 @@ def write_inputs(folder):
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def config_of(
-    resume=False, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
-):
+def config_of(resume=False, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl):
     """Returns the content of its YAML; ``model_type`` is "llama", or one of mcore_networks.SIZES."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     if model_type == "llama":
