@@ -128,6 +128,7 @@ def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(tra
     assert np.abs(found - sampled(made, TRAINED, seed=3, temperature=0.5)[2]).max() > 0.1
 
 
+@pytest.mark.parametrize("trained", ["as MindFormers trains by default", "routed experts"], indirect=True)
 def test_what_is_not_published_is_old(trained):
     network, made = trained
     move(network, np.random.default_rng(1), 0.3)
