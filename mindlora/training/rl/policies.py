@@ -166,18 +166,18 @@ class Policies:
 
     def open(self) -> None:
         """Makes sampler and rewards, which need the loaded weights, at the first step."""
-        if self.rollouts is None:
-            with self._processes.fail_together():
-                self._open()
+        if self.rollouts is not None:
+            return
+        prompts, count = self._policies[0].settings.prompts_per_step, self._processes.count
+        if prompts % count:
+            raise ConfigError(
+                f"rl.prompts_per_step is {prompts}, and {count} processes learn together, each from as many prompts. "
+                f"Set it to a multiple of {count}."
+            )
+        with self._processes.fail_together():
+            self._open()
 
     def _open(self) -> None:
-        first = self._policies[0].settings
-        count = self._processes.count
-        if first.prompts_per_step % count:
-            raise ConfigError(
-                f"rl.prompts_per_step is {first.prompts_per_step}, and {count} processes learn together, each from as "
-                f"many prompts. Set it to a multiple of {count}."
-            )
         run = YamlRun(run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         tokenizer = load_tokenizer(self._sampler["tokenizer"])
@@ -191,6 +191,7 @@ class Policies:
                     policy.rewards = self._rewards_of(policy, folder)
                 tools = tools or tools_of(policy.rewards, tokenizer, settings)
             policy.prompts, policy.held_out = prompts_of_run(settings, tokenizer, seq_length, folder, tools)
+        first = self._policies[0].settings
         if isinstance(first.teacher, ServedTeacher) and not first.teacher.check_tokenizer(
             functools.partial(encode, tokenizer)
         ):
@@ -209,7 +210,7 @@ class Policies:
             max(len(prompt.tokens) for policy in self._policies for prompt in [*policy.prompts, *policy.held_out]),
             run.lora.product_dtype,
             tools,
-            count,
+            self._processes.count,
         )
         for policy in self._policies:
             logger.info(
