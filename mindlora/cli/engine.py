@@ -277,39 +277,20 @@ def build(
     with yaml_of(arguments) as config:
         # It takes seconds to import, so the faults above are reported first.
         import_mindformers()
+        from mindlora.network.graph_cache import VARIABLE, keep_in_home
         from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
         engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
     # Not earlier: now it is known whether the device keeps graphs, and none is compiled until the engine starts.
-    _place_graphs(arguments.no_graph_cache)
+    if arguments.no_graph_cache:
+        os.environ[VARIABLE] = ""
+    keep_in_home(say, "--no-graph-cache")
     for note in engine.base_notes:
         say(note)
     if engine.runner.rounds and "product_dtype" not in sizes:
         say("linear layers multiply in bfloat16, which is faster here; in float32 with --product-dtype float32")
     return engine
-
-
-def _place_graphs(nowhere: bool) -> None:
-    """Decides where compiled graphs are kept for later starts: the chosen folder, or else the user's cache folder."""
-    import mindspore as ms
-
-    from mindlora.network.graph_cache import VARIABLE, home_folder
-
-    if nowhere:
-        os.environ[VARIABLE] = ""
-    if VARIABLE in os.environ or ms.get_context("device_target") != "CPU":
-        return
-    folder = home_folder()
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        say(f"compiled graphs are not kept for later starts: {error}. Set XDG_CACHE_HOME to a folder to write to.")
-        return
-    os.environ[VARIABLE] = str(folder)
-    if is_new:
-        say(f"compiled graphs are kept in {folder} for later starts (--no-graph-cache keeps none)")
 
 
 def prepare_imports() -> None:

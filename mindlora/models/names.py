@@ -1,4 +1,4 @@
-"""How Hugging Face and MindFormers (in its legacy and in its mcore models) name the cells and the parameters of the
+"""Names of cells and parameters in Hugging Face's and in MindFormers' legacy and mcore models, for the
 models in registry.ARCHITECTURES."""
 
 import functools
@@ -13,22 +13,22 @@ _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def to_hugging_face(path: str) -> str:
-    """Returns ``path`` under Hugging Face's names; a path with none of MindFormers' names comes back unchanged."""
+    """Returns ``path`` under Hugging Face's names; a path without MindFormers' names is unchanged."""
     return _path(path, (LEGACY, MCORE), HF)
 
 
 def to_mindformers(path: str) -> str:
-    """Returns ``path`` under the names that adapters are kept under, the legacy models'; an unknown one unchanged."""
+    """Returns ``path`` under the legacy models' names, which adapters use; an unknown one is unchanged."""
     return _path(path, (HF, MCORE), LEGACY)
 
 
 def to_mcore(path: str) -> str:
-    """Returns ``path`` under mcore's names; a path with none of Hugging Face's or the legacy models' is unchanged."""
+    """Returns ``path`` under mcore's names; a path without Hugging Face's or the legacy models' names is unchanged."""
     return _path(path, (LEGACY, HF), MCORE)
 
 
 def mcore_to_mindformers(path: str) -> str:
-    """Returns ``path`` of an mcore model as to_mindformers does; layers get their name even for an unknown cell."""
+    """Returns ``path`` of an mcore model as to_mindformers does; layers are renamed even for unknown cells."""
     for architecture in registry.ARCHITECTURES:
         legacy = architecture.rename_path(path, MCORE, LEGACY)
         if legacy is not None:
@@ -37,17 +37,17 @@ def mcore_to_mindformers(path: str) -> str:
 
 
 def parameter_to_hugging_face(name: str) -> Optional[str]:
-    """Returns the Hugging Face name of a parameter of either of MindFormers' worlds, or None if it is not known."""
+    """Returns the Hugging Face name of a parameter of either of MindFormers' worlds, or None if it is unknown."""
     return _parameter(name, (LEGACY, MCORE), HF)
 
 
 def parameter_to_mindformers(name: str) -> Optional[str]:
-    """Returns the name in MindFormers' legacy models of a parameter of another world, or None if it is not known."""
+    """Returns the name in MindFormers' legacy models of a parameter of another world, or None if it is unknown."""
     return _parameter(name, (HF, MCORE), LEGACY)
 
 
 def parameter_in_adapters(name: str) -> str:
-    """Returns the name that adapters keep a parameter under: Hugging Face's where legacy models have none for it."""
+    """Returns a parameter's name in adapters: the legacy models', or Hugging Face's if these have none."""
     return parameter_to_mindformers(name) or _parameter(name, (MCORE,), HF) or name
 
 
@@ -59,8 +59,8 @@ def parameter_to_mcore(name: str) -> Optional[str]:
 def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]:
     """Returns path -> to_mindformers(path) for cells of one network.
 
-    Cells of two mcore models can have the same name, such as linear_qkv: together, the paths tell which model it is.
-    Those in ``among``, of more cells of the network, only help with that.
+    Cells of two mcore models can have the same name, such as linear_qkv: together, the paths identify the model.
+    ``among``, further paths of the network, only helps with that.
     """
     cells = list(paths)
     architecture = _knowing_most(lambda record, path: record.rename_path(path, MCORE, LEGACY), [*cells, *among])
@@ -79,7 +79,7 @@ def worlds_of(name: str, architecture: Architecture) -> Tuple[str, ...]:
 
 
 def aliases(path: str) -> Tuple[str, ...]:
-    """Returns every path under which a user may name the cell at ``path``."""
+    """Returns all paths by which a user may name the cell at ``path``."""
     others = [to_hugging_face(path)]
     if is_mcore(path):
         others.append(to_mindformers(path))
@@ -94,7 +94,7 @@ def is_mcore(path: str) -> bool:
 
 
 def belongs_to(name: str, module: str) -> bool:
-    """Returns whether a parameter is of ``module``, a path or its end after a dot, under either world's names."""
+    """Returns whether a parameter belongs to ``module``, a path or its end after a dot, under either world's names."""
     return any(ends_in(alias.rpartition(".")[0], module) for alias in (name, parameter_to_hugging_face(name) or name))
 
 
@@ -104,7 +104,7 @@ def layer_of(path: str) -> Optional[int]:
 
 
 def joined_cell(path: str) -> JoinedCell:
-    """Returns the record of the joined cell at ``path``; raises KeyError where joined_parts returns []."""
+    """Returns the record of the joined cell at ``path``; raises KeyError if joined_parts returns []."""
     for architecture in registry.ARCHITECTURES:
         cell = architecture.joined_cell(path)
         if cell is not None:
@@ -210,7 +210,7 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
     def knows(architecture: Architecture, name: str) -> bool:
         return any(architecture.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2))
 
-    # Layers and experts are alike.
+    # Numbers of layers and experts do not matter.
     return _knowing_most(knows, {re.sub(r"\d+", "0", name) for name in parameters})
 
 

@@ -76,15 +76,34 @@ def home_folder() -> pathlib.Path:
     return pathlib.Path(caches) / "mindlora" / "graphs"
 
 
-def graph_cache() -> Optional["GraphCache"]:
-    """Returns this process's cache of graphs; None where the variable MINDLORA_GRAPH_CACHE names no folder.
+def keep_in_home(say: Callable[[str], None], way_out: str) -> None:
+    """Keeps compiled graphs in the user's cache folder, unless MINDLORA_GRAPH_CACHE is set or this device keeps none.
 
-    Only graphs of single processes on a CPU are kept: graphs of several hold their communication groups.
+    ``say`` gets a line if the folder is new, with ``way_out``, which keeps none, or if the folder cannot be made.
     """
+    if VARIABLE in os.environ or not _can_keep():
+        return
+    folder = home_folder()
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"compiled graphs are not kept for later starts: {error}. Set XDG_CACHE_HOME to a folder to write to.")
+        return
+    os.environ[VARIABLE] = str(folder)
+    if is_new:
+        say(f"compiled graphs are kept in {folder} for later starts ({way_out} keeps none)")
+
+
+def graph_cache() -> Optional["GraphCache"]:
+    """Returns this process's cache of graphs; None where the variable MINDLORA_GRAPH_CACHE names no folder."""
     folder = os.environ.get(VARIABLE)
-    if not folder or ms.get_context("device_target") != "CPU" or ms.get_auto_parallel_context("device_num") > 1:
-        return None
-    return _cache_in(folder, os.getpid())
+    return _cache_in(folder, os.getpid()) if folder and _can_keep() else None
+
+
+def _can_keep() -> bool:
+    """Returns whether graphs can be kept: only on a CPU, and of single processes, as others hold their groups."""
+    return ms.get_context("device_target") == "CPU" and ms.get_auto_parallel_context("device_num") <= 1
 
 
 @functools.lru_cache(maxsize=None)

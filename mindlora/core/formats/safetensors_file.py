@@ -44,7 +44,7 @@ _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is in a file: ``offset`` bytes from its beginning."""
+    """The place of a tensor in a file: ``offset`` bytes from its beginning."""
 
     dtype: np.dtype
     shape: Tuple[int, ...]
@@ -124,7 +124,7 @@ class TensorFile:
 def layout(
     entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], metadata: Optional[Dict[str, str]] = None
 ) -> Tuple[bytes, List[int], int]:
-    """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file, in bytes.
+    """Returns a safetensors file's header, the offset of each tensor in it, and its size, in bytes.
 
     Each entry is (key, dtype, shape).
     """

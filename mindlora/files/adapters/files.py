@@ -43,7 +43,7 @@ def read(
 
     Raises:
         AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, its configuration is not
-            supported, or it is of a form that is known and not read.
+            supported, or its form is known but not read.
         AdapterError: It holds no tensor of the requested part.
         TruncatedAdapterError: The file ends before its content does.
         UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
@@ -111,7 +111,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     Raises:
         LoraError: ``to`` is unknown or does not suit ``path``, ``path`` is a folder that holds more than an adapter, or
             the form cannot hold some part of the adapter.
-        ScaleMismatchError: lora_alpha is not known.
+        ScaleMismatchError: lora_alpha is unknown.
         NotFiniteError: A tensor holds NaN or infinity.
     """
     check_adapter_output(path, to)
@@ -120,7 +120,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
 
 def check_complete(adapter: Adapter, path: str) -> None:
-    """Raises AdapterError unless an adapter that is to be written to ``path`` has pairs, finite, of known scale."""
+    """Raises AdapterError unless the adapter to write to ``path`` has finite pairs of known scale."""
     if not adapter.tensors:
         raise AdapterError(f"The adapter for {path} holds no pair A and B: give one that adapts at least one cell.")
     adapter.check_finite("The adapter")
@@ -129,17 +129,17 @@ def check_complete(adapter: Adapter, path: str) -> None:
 
 
 def write_folder(adapter: Adapter, path: str) -> None:
-    """Writes an adapter as a folder that the library of its models loads: PEFT's, or of Stable Diffusion diffusers'.
+    """Writes an adapter as a folder for its models' library: PEFT, or diffusers for Stable Diffusion.
 
-    PEFT's form holds one network, diffusers' those of a pipeline. Raises as ``write`` does.
+    PEFT's form holds one network, diffusers' the networks of a pipeline. Raises as ``write`` does.
     """
     write(adapter, path, to="diffusers" if parts.found_in(adapter.paths) else "peft")
 
 
 def check_adapter_output(path: str, to: str) -> None:
-    """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to.
+    """Raises LoraError if ``to`` is not in FORMS, or this form cannot be written to ``path``.
 
-    Writing replaces a folder with all that is in it, so one without an adapter, or with folders in it, is refused.
+    Writing replaces a folder and its contents, so a folder without an adapter, or with subfolders, is refused.
     """
     if to not in FORMS:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
@@ -202,7 +202,7 @@ def _weights_in(folder: str) -> str:
 
 
 def _settings_beside(weights: str, path: str, extras: Extras) -> Dict[str, Any]:
-    """Returns the fields of File that another file beside the weights gives, if that is the adapter's."""
+    """Returns the fields of File from another file beside the weights, if it belongs to the adapter."""
     folder, name = os.path.split(weights)
     config = os.path.join(folder, peft.CONFIG_FILE)
     if (

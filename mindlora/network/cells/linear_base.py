@@ -100,7 +100,7 @@ class LinearBase(nn.Cell):
 
     @classmethod
     def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
-        """Returns what variants may not support about the cell: SHARDED, QUANTIZED, ... (see Variant.refusal)."""
+        """Returns traits of the cell that variants may not support: SHARDED, QUANTIZED, ... (see Variant.refusal)."""
         strategy = strategy_of(cls.operators(cell)[0])
         if not strategy:
             return ()

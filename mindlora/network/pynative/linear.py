@@ -212,7 +212,7 @@ class _OnPyNativeLinear(LoRADense):
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         return self.linear(input_, weight)
 
     def reset_linear(self) -> None:

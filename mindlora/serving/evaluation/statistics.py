@@ -8,7 +8,7 @@ import numpy as np
 # Number of resamples, and the share of them that an interval leaves out on each side.
 RESAMPLES = 2000
 _TAIL = 2.5
-# By chance, five examples in a row all agree in one of 16 cases: they never tell two models apart at 95 %.
+# By chance, five examples in a row all agree in one of 16 cases: they never distinguish two models at 95 %.
 LEAST_EXAMPLES = 6
 
 BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
@@ -28,12 +28,12 @@ class Measure:
     """One measure of a base and its adapters on the same examples.
 
     Attributes:
-        name (str): Such as "perplexity".
-        source (str): What it was measured on: a file.
+        name (str): Its name, such as "perplexity".
+        source (str): The file on which it was measured.
         examples (int): How many examples (windows, rows, questions, samples) were resampled.
         smaller_is_better (bool): Whether a smaller value is a better one.
         values (dict): Name -> Estimate: BASE and the adapters.
-        differences (dict): Name of an adapter -> Estimate of its value minus the base's, of the same resamples.
+        differences (dict): Name of an adapter -> Estimate of its value minus the base's, on the same resamples.
         verdicts (dict): Name of an adapter -> BETTER, WORSE or NOT_TOLD_APART.
     """
 
@@ -46,7 +46,7 @@ class Measure:
     verdicts: Dict[str, str]
 
 
-# What reports call the base.
+# Reports' name of the base.
 BASE = "base"
 
 
@@ -63,7 +63,7 @@ def measure(
 
     The examples i are resampled with replacement, RESAMPLES times and for all models alike (paired): the interval of a
     value, or of a difference to the base's, is from its 2.5th to its 97.5th percentile. An adapter is better or worse
-    if the interval of its difference leaves out 0.
+    if the interval of its difference excludes 0.
 
     Args:
         amounts (mapping): Model -> float64 [n], a number for each example; None is the base.
