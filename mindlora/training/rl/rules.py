@@ -103,6 +103,15 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
             f"A run with rl has the whole model in each process, but {run.split_by}.",
             "Learn from rewards in data parallel (parallel.parallel_mode: 0), or in one process.",
         )
+    shares = run.setting("parallel_config.data_parallel") if run.in_parallel else 1
+    prompts = next(iter(settings.values())).prompts_per_step
+    if prompts % shares:
+        yield error(
+            f"{KEY}.prompts_per_step",
+            f"rl.prompts_per_step is {prompts}, and {shares} processes (parallel_config.data_parallel) answer as many "
+            "prompts each.",
+            f"Set it to a multiple of {shares}.",
+        )
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
     if len({each.best_metric for each in settings.values()}) > 1:

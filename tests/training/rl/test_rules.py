@@ -75,6 +75,11 @@ def test_a_yaml_without_faults():
             "whole model in each process, but parallel_config.model_parallel is 2",
         ),
         (
+            config(use_parallel=True, parallel={"parallel_mode": 0}, parallel_config={"data_parallel": 3}),
+            f"{KEY}.prompts_per_step",
+            "prompts_per_step is 8, and 3 processes .* Set it to a multiple of 3",
+        ),
+        (
             config(runner_wrapper={"type": "LoraTrainOneStepCell", "rl": RL, "preference": {}}),
             KEY,
             "has rl and preference",
