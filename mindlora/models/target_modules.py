@@ -35,7 +35,7 @@ def select_targets(
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell.
         warn (bool): Whether to warn of alternatives of a regex that match nothing.
-        not_linear (collection of str): Those in ``linear_paths`` that are not linear cells: embeddings, convolutions
+        not_linear (collection of str): Paths in ``linear_paths`` that are not linear cells: embeddings, convolutions
             and experts, which "all-linear" leaves out, as PEFT's does.
 
     Raises:

@@ -311,7 +311,7 @@ def _head(request: Request, body: schemas.TextsRequest, prefix: str) -> dict:
 async def _read(
     request: Request, body: schemas.TextsRequest, texts: List[Any], prepare: Callable[[Context], _Texts]
 ) -> Tuple[Any, TextUsage]:
-    """Returns what is made of the texts of a request, which ``prepare`` takes apart in a thread."""
+    """Returns the results for the texts of a request, which ``prepare`` splits in a thread."""
     context = note_asked(request, body.model, len(texts), texts)
     body.check_extra()
     if len(texts) > context.settings.max_choices:

@@ -49,7 +49,7 @@ class HandingHead:
     """
 
     def hand_on(self, x: Tensor) -> Tensor:
-        """Returns what the loss multiplies."""
+        """Returns the factors of the loss."""
         return x
 
 
@@ -57,7 +57,7 @@ class HandingLoRA(HandingHead):
     """HandingHead for a head with plain LoRA."""
 
     def hand_on(self, x: Tensor) -> Tensor:
-        """Returns what the loss multiplies."""
+        """Returns the factors of the loss."""
         tokens = x.astype(self.dtype).reshape((-1, self.in_channels))
         dropped = tokens if self.dropout_of_loss is None else self.dropout_of_loss(tokens)
         low_rank = self.shrink(dropped, self.trained.of(self.mindpet_delta_lora_a)) * self.scale
