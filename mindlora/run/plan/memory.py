@@ -284,7 +284,7 @@ def _reference(run: Run) -> Line:
 
 
 def _sampler(run: Run) -> List[Line]:
-    """Returns what the engine that samples answers has beside the base: its cache, and the pools of its adapters."""
+    """Returns the lines of the engine that samples answers: its cache, and the pools of its adapters."""
     settings = list(settings_of(run.yaml).values())
     running = answers_at_once(settings, run.division.data)
     tokens = running * -(-run.seq_length // _BLOCK) * _BLOCK

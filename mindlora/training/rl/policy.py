@@ -160,10 +160,10 @@ class Policy:
         self.experience = Experience(answers, likely, mask, values, counts, reference, measures)
 
     def _rated(self, answers: Answers, rollouts: Rollouts) -> Tuple[Optional[np.ndarray], Optional[np.ndarray]]:
-        """Returns what the reward functions give to answers, float64 [rows, functions], and the teacher's
-        log-probabilities of their tokens, float64 [rows, N]; None where there are none.
+        """Returns the reward functions' values for answers, float64 [rows, functions], and the teacher's
+        log-probabilities of the answers' tokens, float64 [rows, N]; None for one that does not exist.
 
-        Raises RewardError or TeacherError on all processes if that fails on one.
+        Raises RewardError or TeacherError on all processes if a function or the teacher fails on one.
         """
         rated = teacher = None
         with self.processes.fail_together():
@@ -175,7 +175,7 @@ class Policy:
         return rated, teacher
 
     def _tool_measures(self, answers: Answers) -> Dict[str, float]:
-        """Returns the calls of an answer and the share that failed; nothing where there are no tools."""
+        """Returns the calls per answer and the share of failed calls; without tools, the result is empty."""
         own = answers.tool_counts()
         if own is None:
             return {}

@@ -11,18 +11,18 @@ from mindlora.training.resume.collectives import all_gather, rank_and_count, ran
 
 
 class Processes:
-    """What the processes of a run tell each other between its graphs. All of them must ask the same, in the same order.
+    """The exchange of arrays and errors between a run's processes. All of them must call the same, in the same order.
 
     Attributes:
-        rank (int): Which process this is.
-        count (int): How many train in data parallel; 1 where this one is alone.
+        rank (int): The number of this process.
+        count (int): The number of processes that train in data parallel; 1 if this one is alone.
     """
 
     def __init__(self) -> None:
         self.rank, self.count = (0, 1) if rank_count() == 1 else rank_and_count()
 
     def gather(self, values: np.ndarray) -> np.ndarray:
-        """Returns the rows of all processes, of which each has as many, those of rank 0 first."""
+        """Returns the rows of all processes, rank 0's first; each process has the same number of rows."""
         if self.count == 1:
             return values
         content = np.ascontiguousarray(values)
@@ -30,13 +30,13 @@ class Processes:
         return np.ascontiguousarray(gathered).view(content.dtype).reshape(-1, *content.shape[1:])
 
     def own(self, values: np.ndarray) -> np.ndarray:
-        """Returns this process's rows of those of all processes."""
+        """Returns this process's part of the rows of all processes."""
         each = len(values) // self.count
         return values[self.rank * each : (self.rank + 1) * each]
 
     @contextlib.contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Ends every process with the error of one in which what is done here fails; the error names its rank."""
+        """Within this, the LoraError of one process is raised in all of them, with the rank of that process."""
         if self.count == 1:
             yield
             return

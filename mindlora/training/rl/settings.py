@@ -274,11 +274,11 @@ _MOST_RUNNING = 64
 
 
 def answers_at_once(settings: Iterable[RlSettings], processes: int = 1) -> int:
-    """Returns how many answers a process samples at a time.
+    """Returns the number of answers that a process samples at a time.
 
     Args:
-        settings (iterable of RlSettings): Those of all policies.
-        processes (int): How many share the answers of a step. Default: 1.
+        settings (iterable of RlSettings): The settings of all policies.
+        processes (int): The number of processes that share the answers of a step. Default: 1.
     """
     return min(sum(each.rows for each in settings) // processes, _MOST_RUNNING)
 
