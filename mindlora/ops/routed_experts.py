@@ -23,9 +23,11 @@ class RoutedExperts(OperatorCell):
         - **x** (Tensor) - Shape [..., H], float32; all axes but the last are tokens.
         - **experts** (Tensor) - Shape [tokens, k], int32: the experts of each token.
         - **weights** (Tensor) - Shape [tokens, k], float32: the factor of each expert's output.
-        - **gate_up** (Tensor) - Shape [experts, 2 I, H]: the rows of G_e, then those of U_e; float32, float16 or
-          bfloat16, widened as it is read.
-        - **down** (Tensor) - Shape [experts, H, I]: D_e, dtype of gate_up.
+        - **gate_up** (Tensor) - Shape [experts, 2 I, H]: the rows of G_e, then those of U_e; or [experts * H, 2 I], in
+          which each expert's matrix is transposed, as mcore stacks them; float32, float16 or bfloat16, widened as it is
+          read.
+        - **down** (Tensor) - Shape [experts, H, I]: D_e; or [experts * I, H] if gate_up has two axes too; dtype of
+          gate_up.
         - **gate_up_pool** (Tensor) - Shape [slots, experts * max_rank, H + 2 I], float32, the pairs on gate_up. In a
           slot of rank r, row e r + j is A_ie[j, :] followed by B_ie[:, j]; rows from experts * r on are never used.
         - **gate_up_ranks** (Tensor) - Shape [slots], int32: the rows in use, experts * r; fewer than experts

@@ -1,13 +1,12 @@
 """An engine over a network in training: it shares that network's weights and has its current adapters."""
 
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Callable, Container, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import Parameter, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.core.numerics.dtypes import from_float32
 from mindlora.core.numerics.nf4 import split_name
 from mindlora.core.text import listed
 from mindlora.files.adapters.adapter import Adapter
@@ -17,20 +16,23 @@ from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.embedding import embedding_types
+from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.graph_cache import in_graph_mode
 from mindlora.network.load_base import CACHES
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.registry import adaptable_linear_types
-from mindlora.network.tree import lora_cells, replace_children, weight_of
+from mindlora.network.tensors import to_array
+from mindlora.network.tree import Tree, lora_cells, replace_children, weight_of
 from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenGather
 from mindlora.serving.adapter_registry import AdapterRegistry
 from mindlora.serving.build import ServedCells, engine_of
 from mindlora.serving.engine import Engine
 from mindlora.serving.mcore_network import McoreNetwork
 from mindlora.serving.mcore_operators import on_cpu
-from mindlora.serving.network import build_network, linear_cells
-from mindlora.serving.packed_adapter import Block, PackedAdapter
+from mindlora.serving.network import build_network, linear_cells, stacked_experts
+from mindlora.serving.packed_adapter import Block, PackedAdapter, pair_rows, row_gains
 from mindlora.serving.settings import EngineSettings
+from mindlora.serving.stacked_experts import Nf4StackedExperts
 
 # The name under which requests ask for the adapter in training, if there is only one.
 TRAINED = "trained"
@@ -47,8 +49,9 @@ class TrainedEngine:
     (Engine.turns).
 
     Args:
-        networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells: the adapter of that
-            name. All have the same parameters for the base, and its weights have been loaded.
+        networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells and experts, or
+            DoRA on linear cells, on a CPU: the adapter of that name. All have the same parameters for the base, and its
+            weights have been loaded.
         model (mapping): The node ``model`` of its YAML.
         tokenizer: The result of load_tokenizer.
         settings (EngineSettings): The engine's sizes.
@@ -77,32 +80,36 @@ class TrainedEngine:
         first = next(iter(networks.values()))
         quantized = _quantize_as(served, first)
         share_base(served, first)
-        in_training = {name: _linear_cells_by_weight(network) for name, network in networks.items()}
+        in_training = {name: _cells_by_weight(network) for name, network in networks.items()}
         of_first = next(iter(in_training.values()))
         linear: Dict[str, nn.Cell] = {}
-        trained: Dict[str, nn.Cell] = {}
-        self._adapted: Dict[str, Dict[str, LoRACell]] = {name: {} for name in networks}
+        weights: Dict[str, Parameter] = {}
         for path, cell in linear_cells(served).items():
-            weight = id(weight_of(cell))
+            weight = weight_of(cell)
             # A tied head has the embedding's weight, and takes no adapter.
-            path, there = of_first.get(weight, (path, None))
-            linear[path] = cell
-            if there is not None:
-                trained[path] = there
-            for name, cells in in_training.items():
-                own = cells[weight][1] if weight in cells else None
-                if isinstance(own, LoRACell):
-                    self._adapted[name][path] = own
+            path, _ = of_first.get(id(weight), (path, None))
+            linear[path], weights[path] = cell, weight
+        for experts in stacked_experts(served).values():
+            of_experts = [getattr(experts, name) for name in experts.shapes]
+            weights.update({weight.name: weight for weight in of_experts})
+        trained = _cells_of(weights, of_first)
+        self._adapted: Dict[str, Dict[str, LoRACell]] = {}
         for name, network in networks.items():
+            cells = _cells_of(weights, in_training[name])
+            self._adapted[name] = {path: cell for path, cell in cells.items() if isinstance(cell, LoRACell)}
             _check_published(network, self._adapted[name])
         registry = AdapterRegistry(paths=adapters)
         for name in networks:
             registry.publish(name)
         # The network in training determines the order of rows in joined cells.
-        shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(first, trained).items()}
+        shapes = {
+            path: shape if shape.experts else shape._replace(linear=True)
+            for path, shape in cell_shapes(first, trained).items()
+        }
         fingerprint = fingerprints_of(trained)
-        cells = ServedCells(linear, shapes, [fingerprint])
-        self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=cells)
+        served_cells = ServedCells(linear, shapes, [fingerprint])
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=served_cells)
+        self._rows_of_experts = None if on_cpu() else settings.max_rank
         for name in adapters or ():
             self.engine.adapters.memory.load(name)
             loaded = self.engine.adapters.memory.take(name)
@@ -113,28 +120,45 @@ class TrainedEngine:
 
     def publish(self, name: str = TRAINED) -> None:
         """Makes the current state of an adapter in training the one that new requests get."""
-        blocks = {}
-        for path, cell in self._adapted[name].items():
-            a, b = cell.pair()
-            rows = from_float32(np.concatenate([a, b.T], axis=1).astype(np.float32), self.engine.runner.pools.dtype)
-            blocks[path] = Block(rows, float(cell.scale))
+        blocks = {path: self._block(path, cell) for path, cell in self._adapted[name].items()}
         nbytes = sum(block.nbytes for block in blocks.values())
-        rank = max((len(block.rows) for block in blocks.values()), default=0)
+        rank = max((cell.lora_rank for cell in self._adapted[name].values()), default=0)
         self.engine.adapters.memory.publish(name, PackedAdapter("an adapter that trains", blocks, nbytes, rank))
 
+    def _block(self, path: str, cell: LoRACell) -> Block:
+        """Returns the content of the slot for the current state of a cell's adapter."""
+        a, b = (part.astype(np.float32) for part in cell.pair())
+        rows = pair_rows(a, b, self.engine.runner.pools.dtype, self._rows_of_experts)
+        scale, gain = float(cell.scale), None
+        if cell.variant.row_norms:
+            # It makes sure that there are magnitudes.
+            cell.prepare()
+            magnitude = to_array(cell.parts()[cell.variant.row_norms])
+            gain = row_gains(to_array(weight_of(cell)), (a, b), scale, magnitude, f"The adapter that trains at {path}")
+        return Block(rows, scale, gain)
 
-def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
-    """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training.
+
+def _cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
+    """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training, and of the stacked
+    weights of its experts.
 
     The weight's name has that path under any wrappers of the network; a tied head's weight has the embedding's.
     """
     found = {}
-    for path, cell in network.cells_and_names():
+    for path, cell in Tree(network).cells.items():
+        if isinstance(cell, (ExpertWeight, LoRAExpertWeight)):
+            found[id(cell.weight)] = cell.weight.name, cell
+            continue
         weight = weight_of(cell) if isinstance(cell, (*adaptable_linear_types(), LoRACell)) else None
         prefix = "" if weight is None else weight.name.rpartition(".")[0]
         if prefix and prefix.rpartition(".")[2] == path.rpartition(".")[2]:
             found[id(weight)] = prefix, cell
     return found
+
+
+def _cells_of(weights: Mapping[str, Parameter], cells: Mapping[int, Tuple[str, nn.Cell]]) -> Dict[str, nn.Cell]:
+    """Returns path -> cell in training for path -> weight of those that have one."""
+    return {path: cells[id(weight)][1] for path, weight in weights.items() if id(weight) in cells}
 
 
 def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Optional[dict]]) -> None:
@@ -152,10 +176,27 @@ def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
     there are any.
     """
     packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
-    cells = {id(cell): cell for cell in linear_cells(served).values() if _there(cell.weight.name, served) in packed}
-    prefixes = {key: cell.weight.name.rpartition(".")[0] for key, cell in cells.items()}
-    replace_children(served, {key: NF4Dense.from_dense(cell, prefixes[key]) for key, cell in cells.items()})
-    return bool(cells)
+    replacements: Dict[int, nn.Cell] = {}
+    for cell in linear_cells(served).values():
+        if _there(cell.weight.name, served) in packed:
+            replacements[id(cell)] = NF4Dense.from_dense(cell, cell.weight.name.rpartition(".")[0])
+    for path, experts in stacked_experts(served).items():
+        there = [_there(getattr(experts, name).name, served) for name in experts.shapes]
+        if packed.intersection(there):
+            _check_both_packed(there, packed)
+            replacements[id(experts)] = Nf4StackedExperts(experts, path)
+    replace_children(served, replacements)
+    return bool(replacements)
+
+
+def _check_both_packed(weights: Sequence[str], packed: Container[str]) -> None:
+    """Raises UnsupportedCellError if one weight of experts is in NF4, and the other one in float."""
+    in_float = [name for name in weights if name not in packed]
+    if in_float:
+        raise UnsupportedCellError(
+            f"{listed(in_float)} is in float, but the other weight of these experts in NF4, and the sampler computes "
+            "with both in one form. Name both in pet_config.quantize_exclude, or neither."
+        )
 
 
 def _parameters(network: nn.Cell) -> Dict[str, Parameter]:
@@ -203,7 +244,9 @@ def _name_in_training(name: str) -> str:
     name, of_nf4 = split_name(name)
     *path, cell, leaf = name.split(".")
     part, part_there, joined = _JOINED.get(cell, (cell, "", ""))
-    there = names.parameter_to_mcore(".".join([*path, part, leaf])) or name
+    renamed = ".".join([*path, part, leaf])
+    # A stacked weight of experts is a parameter by the path under which it takes an adapter.
+    there = names.parameter_to_mcore(renamed) or names.to_mcore(renamed)
     return (there.replace(f".{part_there}.", f".{joined}.") if joined else there) + of_nf4
 
 
@@ -215,9 +258,15 @@ def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:
         raise UnsupportedCellError(
             f"The sampler has no place for the adapters on {listed(left_out)}: leave these cells out of target_modules."
         )
-    others = [path for path, cell in lora_cells(network) if not cell.variant.is_plain or cell.invocation_tokens]
+    others = [path for path, cell in lora_cells(network) if not _is_publishable(cell)]
     if others:
         raise UnsupportedCellError(
-            f"The adapters on {listed(others)} are not plain LoRA on all tokens, which alone is published from memory: "
-            "leave the keys of the variant, and alora_invocation_tokens, out of pet_config."
+            f"The adapters on {listed(others)} are neither plain LoRA nor, on a CPU, DoRA, on all tokens, which alone "
+            "are published from memory: leave the keys of the variant, and alora_invocation_tokens, out of pet_config."
         )
+
+
+def _is_publishable(cell: LoRACell) -> bool:
+    # DoRA itself refuses a base in few bits.
+    of_norms = bool(cell.variant.row_norms) and on_cpu()
+    return (cell.variant.is_plain or of_norms) and not cell.invocation_tokens

@@ -5,8 +5,9 @@ names, with q, k, v, gate and up apart: adapters in joined pairs are split. A ne
 in training has them joined in the same way.
 """
 
+import dataclasses
 import types
-from typing import Any, Mapping, NamedTuple, Optional, Tuple, cast
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, Type, cast
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
@@ -32,7 +33,7 @@ from mindlora.serving.mcore_operators import (
     rms_norm,
 )
 from mindlora.serving.settings import EngineSettings
-from mindlora.serving.stacked_experts import StackedExperts
+from mindlora.serving.stacked_experts import StackedExperts, TransposedExperts
 
 
 class JoinedRows(NamedTuple):
@@ -70,6 +71,9 @@ def build_mcore(
     refuse(check_served(run))
     architecture = cast(Architecture, registry.by_model_type(run.family))
     sizes = decoder_sizes(architecture, dict(model_config))
+    if rows is not None:
+        # Training always takes the softmax before it chooses experts (TopKRouter of MindFormers).
+        sizes = dataclasses.replace(sizes, sums_to_one=bool(model_config.get("norm_topk_prob")))
     with no_init_parameters():
         network = McoreNetwork(sizes, settings, dtypes_of(dict(model_config)), rows)
     network.config.eos_token_id = model_config.get("eos_token_id")
@@ -164,7 +168,7 @@ class DecoderLayer(nn.Cell):
 
 def _feed_forward(sizes: DecoderSizes, dtypes: Dtypes, rows: Optional[JoinedRows]) -> nn.Cell:
     if sizes.experts:
-        return RoutedFeedForward(sizes, dtypes)
+        return RoutedFeedForward(sizes, dtypes, StackedExperts if rows is None else TransposedExperts)
     if rows is not None:
         return JoinedFeedForward(sizes.hidden, sizes.inner, dtypes, rows.alternates)
     kind = JoinedFeedForward if sizes.joins_gate_up else FeedForward
@@ -291,11 +295,11 @@ class JoinedFeedForward(nn.Cell):
 class RoutedFeedForward(nn.Cell):
     """y = sum_j p_j expert_j(x) over the experts j to which the router gives the largest probabilities p_j."""
 
-    def __init__(self, sizes: DecoderSizes, dtypes: Dtypes):
+    def __init__(self, sizes: DecoderSizes, dtypes: Dtypes, kind: Type[StackedExperts]):
         super().__init__()
         self.sums_to_one = sizes.sums_to_one
         self.gate = Router(sizes.experts, sizes.hidden)
-        self.experts = StackedExperts(sizes.experts, sizes.hidden, sizes.inner, dtypes)
+        self.experts = kind(sizes.experts, sizes.hidden, sizes.inner, dtypes)
         self.softmax = ops.Softmax(-1)
         self.largest = largest(sizes.chosen)
 
@@ -315,7 +319,8 @@ class Router(nn.Cell):
         self.product = ops.MatMul(transpose_b=True)
 
     def construct(self, x: Tensor) -> Tensor:
-        return self.product(ops.cast(x, mstype.float32), self.weight)
+        # A network in training holds the weight as it was loaded.
+        return self.product(ops.cast(x, mstype.float32), ops.cast(self.weight, mstype.float32))
 
 
 class Embedding(nn.Cell):

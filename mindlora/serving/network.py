@@ -88,7 +88,7 @@ def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
 
 
 def stacked_experts(network: nn.Cell) -> Dict[str, StackedExperts]:
-    """Returns path -> cell of each layer's experts; a weight's adapter path is this path and its name."""
+    """Returns path -> cell of each layer's experts; a weight's adapter path is its parameter's name."""
     return {path: cell for path, cell in network.cells_and_names() if isinstance(cell, StackedExperts)}
 
 
@@ -116,9 +116,9 @@ def add_pools(
         elif isinstance(cell, CpuAttention):
             cell.initialize_cache()
     pools: Dict[str, Union[MultiLoRADense, MultiLoRAExperts]] = dict(pooled)
-    for path, experts in stacked_experts(network).items():
+    for experts in stacked_experts(network).values():
         of_experts = experts.add_pools(settings.slots, settings.max_rank, slots_of_tokens)
-        pools.update({f"{path}.{name}": pool for name, pool in of_experts.items()})
+        pools.update({getattr(experts, name).name: pool for name, pool in of_experts.items()})
     if dtype is not None:
         _check_pools(pools)
     return pools

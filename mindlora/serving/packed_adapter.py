@@ -250,14 +250,24 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
             f"{source} holds numbers at {path} that {dtype_name(dtype)}, in which this network computes, cannot hold. "
             "Set model.model_config.compute_dtype to bfloat16 or float32."
         )
-    # For experts, both begin with an axis of experts.
+    rows = pair_rows(a, b, dtype, layout.max_rank if layout.fills_experts else None)
+    return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
+
+
+def pair_rows(a: np.ndarray, b: np.ndarray, dtype: np.dtype, rows_of_experts: Optional[int] = None) -> np.ndarray:
+    """Returns the rows of a Block, of the pool's dtype.
+
+    Args:
+        a, b (array): float32 [r, in_channels] and [out_channels, r]; of stacked experts, with an axis of these before.
+        dtype (dtype): The pool's.
+        rows_of_experts (int): How many rows each expert gets. Default: None, r.
+    """
     *experts, rank, wide = a.shape
-    height = layout.max_rank if experts and layout.fills_experts else rank
+    height = rows_of_experts if experts and rows_of_experts else rank
     rows = np.zeros((*experts, height, wide + b.shape[-2]), dtype)
     rows[..., :rank, :wide] = from_float32(a, dtype)
     rows[..., :rank, wide:] = from_float32(b, dtype).swapaxes(-1, -2)
-    rows = rows.reshape(-1, rows.shape[-1])
-    return Block(rows, adapter.scale(path), _gain(adapter, path, layout, source))
+    return rows.reshape(-1, rows.shape[-1])
 
 
 def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Optional[np.ndarray]:
@@ -265,11 +275,28 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
     magnitude = adapter.tensors.get((path, adapter.variant.row_norms))
     if magnitude is None or layout.weights is None:
         return None
-    norms = row_norms(to_float32(layout.weights[path]), *adapter.pair(path), adapter.scale(path))
+    return row_gains(layout.weights[path], adapter.pair(path), adapter.scale(path), magnitude, f"{source} at {path}")
+
+
+def row_gains(
+    weight: np.ndarray, pair: Tuple[np.ndarray, np.ndarray], scale: float, magnitude: np.ndarray, where: str
+) -> np.ndarray:
+    """Returns DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels].
+
+    Args:
+        weight (array): W [out_channels, in_channels].
+        pair (tuple of array): A [r, in_channels] and B [out_channels, r], float32.
+        scale (float): What B A is multiplied by.
+        magnitude (array): m [out_channels].
+        where (str): The adapter and the cell, for the error.
+
+    Raises NotFiniteError if a row of W + scale B A is zero.
+    """
+    norms = row_norms(to_float32(weight), *pair, scale)
     if not norms.all():
         raise NotFiniteError(
-            f"{source} rescales rows of zeros at {path}, which have no direction: DoRA is not defined there. Load the "
-            "base that it was trained on."
+            f"{where} rescales rows of zeros, which have no direction: DoRA is not defined there. Load the base that "
+            "it was trained on."
         )
     return to_float32(magnitude) / norms - 1
 

@@ -1,6 +1,6 @@
 """The experts of a served layer: their weights in float or in NF4, and a pool of adapters for each."""
 
-from typing import Dict, Tuple
+from typing import Dict, List, Tuple
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -35,10 +35,15 @@ class StackedExperts(nn.Cell):
         self.shapes = dict(zip(WEIGHTS, ((experts, 2 * inner, hidden), (experts, hidden, inner))))
         self.dtype = dtypes.compute
         self.gate_up_proj, self.down_proj = (
-            Parameter(initializer("zeros", list(shape), dtypes.linear), name=name, requires_grad=False)
+            Parameter(initializer("zeros", self.held_shape(*shape), dtypes.linear), name=name, requires_grad=False)
             for name, shape in self.shapes.items()
         )
-        self.compute = RoutedExperts() if on_cpu() else GroupedExperts()
+        self.on_cpu = on_cpu()
+        self.compute = RoutedExperts() if self.on_cpu else GroupedExperts()
+
+    def held_shape(self, experts: int, rows: int, columns: int) -> List[int]:
+        """Returns the shape in which a weight [experts, out, in] is held."""
+        return [experts, rows, columns]
 
     def add_pools(self, slots: int, max_rank: int, slots_of_tokens: Parameter) -> Dict[str, MultiLoRAExperts]:
         """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool.
@@ -64,14 +69,17 @@ class StackedExperts(nn.Cell):
             transposed = to_tensor(np.ascontiguousarray(to_array(weight).swapaxes(1, 2)))
             weight.set_data(transposed, slice_shape=True)
 
+    def held_weights(self) -> Tuple[Tensor, ...]:
+        """Returns both weights as they go into the operator that computes."""
+        return self.gate_up_proj, self.down_proj
+
     def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj_pool, self.down_proj_pool
         return self.compute(
             x,
             chosen,
             weights,
-            self.gate_up_proj,
-            self.down_proj,
+            *self.held_weights(),
             gate_up.lora_pool,
             gate_up.lora_ranks,
             gate_up.lora_scales,
@@ -79,6 +87,27 @@ class StackedExperts(nn.Cell):
             down.lora_ranks,
             down.lora_scales,
             self.slots_of_tokens,
+        )
+
+
+class TransposedExperts(StackedExperts):
+    """StackedExperts whose weights are [experts * in, out], as training holds them."""
+
+    def held_shape(self, experts: int, rows: int, columns: int) -> List[int]:
+        """Returns [experts * in, out]."""
+        return [experts * columns, rows]
+
+    def transpose_weights(self) -> None:
+        """Leaves them: they are transposed."""
+
+    def held_weights(self) -> Tuple[Tensor, ...]:
+        """Returns both weights as they go into the operator that computes."""
+        if self.on_cpu:
+            return self.gate_up_proj, self.down_proj
+        gate_up, down = self.shapes["gate_up_proj"], self.shapes["down_proj"]
+        return (
+            ops.reshape(self.gate_up_proj, (gate_up[0], gate_up[2], gate_up[1])),
+            ops.reshape(self.down_proj, (down[0], down[2], down[1])),
         )
 
 
@@ -104,12 +133,9 @@ class Nf4StackedExperts(StackedExperts):
     def transpose_weights(self) -> None:
         """Leaves them: quantized weights are [experts * in, out]."""
 
-    def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj_pool, self.down_proj_pool
-        return self.compute(
-            x,
-            chosen,
-            weights,
+    def held_weights(self) -> Tuple[Tensor, ...]:
+        """Returns both weights as they go into the operator that computes."""
+        return (
             self.gate_up_proj,
             self.gate_up_proj_absmax,
             self.gate_up_proj_scales,
@@ -118,13 +144,6 @@ class Nf4StackedExperts(StackedExperts):
             self.down_proj_absmax,
             self.down_proj_scales,
             self.down_proj_offsets,
-            gate_up.lora_pool,
-            gate_up.lora_ranks,
-            gate_up.lora_scales,
-            down.lora_pool,
-            down.lora_ranks,
-            down.lora_scales,
-            self.slots_of_tokens,
         )
 
 

@@ -30,6 +30,9 @@ public:
 
     bool RankKnown(int i) const { return !(ndims_[i] == 1 && shapes_[i][0] == -2); }
 
+    // The number of dimensions, or -1 where it is not known.
+    int Rank(int i) const { return RankKnown(i) ? ndims_[i] : -1; }
+
     // A dimension, or -1 where it is not known.
     int64_t At(int i, int axis) const { return RankKnown(i) ? shapes_[i][axis] : -1; }
 

@@ -244,7 +244,7 @@ def test_dora_on_a_row_of_zeros_is_refused(tmp_path):
         adapter.tensors[path, "B"][3] = 0
     weights = {path: np.zeros((cell.out_channels, cell.in_channels), F32) for path, cell in layout().cells.items()}
     source = written(tmp_path, adapter)
-    message = f"{source} rescales rows of zeros at {path_of('wq')}, which have no direction: DoRA is not defined there."
+    message = f"{source} at {path_of('wq')} rescales rows of zeros, which have no direction: DoRA is not defined there."
     refused(NotFiniteError, part(message), prepare, source, dataclasses.replace(layout(), weights=weights))
 
 

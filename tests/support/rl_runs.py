@@ -57,10 +57,16 @@ RL = {
 }
 
 
-def start(folder, name, resume=False, base=None, model=(), pet=(), is_llama=False, rate=None, callbacks=(), **rl):
-    """Runs it, on a base that is a file if one is named; returns the process and its output folder."""
+def config_of(
+    resume=False, base=None, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
+):
+    """Returns the content of its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
-    config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
+    if model_type == "llama":
+        config = tiny_runs.tiny_config("", epochs, callbacks)
+    else:
+        config = tiny_config("", epochs, callbacks, {}, model_type)
+    config.update(changes)
     pet_config = {"pet_type": "lora", **PET, **dict(pet)}
     config["model"]["model_config"].update({**SIZES, **dict(model), "pet_config": pet_config})
     config["runner_config"]["batch_size"] = 6
@@ -72,4 +78,9 @@ def start(folder, name, resume=False, base=None, model=(), pet=(), is_llama=Fals
     if base is not None:
         config.update(load_checkpoint=str(base), load_ckpt_format="safetensors")
     config["callbacks"][-1]["resume"] = resume
-    return tiny_runs.launch(config, folder / name), folder / name
+    return config
+
+
+def start(folder, name, resume=False, **keys):
+    """Runs it, with the keys of config_of; returns the process and its output folder."""
+    return tiny_runs.launch(config_of(resume, **keys), folder / name), folder / name

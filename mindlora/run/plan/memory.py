@@ -10,6 +10,8 @@ from mindlora.run.plan.activations import NOTHING_RECOMPUTED, Activations, Recom
 from mindlora.run.plan.fragments import StepTensors, fragments_of
 from mindlora.run.plan.run import Run, layer_of
 from mindlora.run.plan.units import bytes_of
+from mindlora.training.rl.rules import settings_of
+from mindlora.training.rl.settings import answers_at_once
 
 EXACT = "exact"
 MODEL = "model, 15 %"
@@ -31,6 +33,8 @@ OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
 }
 # Bytes of a number in a checkpoint of unknown dtype: published bases are in bfloat16.
 _STORED = 2
+# Tokens of a block of the sampler's cache (EngineSettings).
+_BLOCK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +130,8 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
         lines.append(Line(f"optimizer: {moments}", tensors.states, exact))
     if run.adapters and run.yaml.on_cpu:
         lines.append(Line("copies of each adapter and its moments, which are saved", bytes_of_copies(run), exact))
+    if run.yaml.rl is not None:
+        lines += _sampler(run)
     activations = Activations(run, weights)
     recomputation = read_recomputation(run.yaml, run.division, run.layers)
     lines += _step_lines(run, activations, recomputation, stage)
@@ -275,6 +281,34 @@ def _reference(run: Run) -> Line:
     # On Ascend its logits are freed before those of the trained network are computed, and it holds less than
     # the latter: three tensors of their shape at a time.
     return Line("reference: copies of what was loaded to train", copies, ARITHMETIC)
+
+
+def _sampler(run: Run) -> List[Line]:
+    """Returns the lines of the engine that samples answers: its cache, and the pools of its adapters."""
+    settings = list(settings_of(run.yaml).values())
+    running = answers_at_once(settings, run.division.data)
+    tokens = running * -(-run.seq_length // _BLOCK) * _BLOCK
+    return [
+        Line(f"sampler: KV cache of {tokens:,} tokens, at most", tokens * kv_cache_per_token(run), ARITHMETIC),
+        Line("sampler: pools of adapters", _pools(run, settings[0].teacher_adapter is not None), ARITHMETIC),
+    ]
+
+
+def _pools(run: Run, has_teacher: bool) -> int:
+    """Returns the bytes of a slot for each adapter, a teacher's among them, on every linear cell and all experts."""
+    slots = len(run.alone) + has_teacher
+    rank = max(rank for path in run.adapted for rank in run.ranks(path))
+    element = bytes_of(run.compute_dtype)
+    pools = 0
+    for out, wide in run.linear.values():
+        # Beside the pairs, the gains of DoRA, and none for the base.
+        pools += slots * rank * (out + wide) * element + (slots + 1) * out * bytes_of("float32")
+    adapted = set(run.adapted)
+    for path, (experts, out, wide) in run.experts.items():
+        # On a CPU, a pool that nothing is written to takes no memory.
+        if path in adapted or not run.yaml.on_cpu:
+            pools += slots * experts * rank * (out + wide) * element
+    return pools
 
 
 def bytes_of_copies(run: Run) -> int:

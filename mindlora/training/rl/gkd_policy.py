@@ -1,6 +1,6 @@
 """Generalized knowledge distillation: a policy that learns its teacher's complete distribution."""
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -15,6 +15,13 @@ from mindlora.training.rl.rollouts import TEACHER, Answers, Question, Rollouts, 
 _OWN, _TEACHER = 1, 2
 
 
+class _Rows(NamedTuple):
+    """Prompts of rows of one kind, and the number of the first one among those of all processes."""
+
+    prompts: List[Prompt]
+    first: int
+
+
 class GkdPolicy(Policy):
     """The policy of a run with ``rl.gkd``.
 
@@ -25,8 +32,8 @@ class GkdPolicy(Policy):
     """
 
     compares = False
-    # Measures of the answers that the policy sampled in the last step.
-    sampled: Dict[str, float] = {}
+    # The number of rows of the last step, this process's first ones, that the policy sampled.
+    sampled = 0
 
     def of_rows(self, network: nn.Cell) -> RowDivergences:
         """Returns the cell that computes the divergences of rows' tokens."""
@@ -36,38 +43,45 @@ class GkdPolicy(Policy):
         """Returns the questions of a step for the policy and for the teacher."""
         own, others = self._rows_of(number)
         questions = []
-        if own:
-            questions.append(Question(self.adapter, self.settings, own, (self.seed, number), 1))
-        if others and self.settings.gkd.seq_kd:
+        if own.prompts:
+            questions.append(Question(self.adapter, self.settings, own.prompts, (self.seed, number), 1, own.first))
+        if others.prompts and self.settings.gkd.seq_kd:
             teacher = TEACHER if self.settings.teacher_adapter else None
-            questions.append(Question(teacher, self.settings, others, (self.seed, number, _TEACHER), 1))
+            seed = (self.seed, number, _TEACHER)
+            questions.append(Question(teacher, self.settings, others.prompts, seed, 1, others.first))
         return questions
 
     def answers(self, number: int, answered: Sequence[Answers], rollouts: Rollouts) -> Answers:
         """Returns the rows of a step, with answers of the policy, the teacher or the data."""
         own, others = self._rows_of(number)
         parts = list(answered)
-        self.sampled = answer_measures(parts[0].mask, parts[0].truncated) if own else {}
-        if others and not self.settings.gkd.seq_kd:
-            parts.append(rollouts.completions(others, self.settings))
+        self.sampled = len(own.prompts)
+        if others.prompts and not self.settings.gkd.seq_kd:
+            parts.append(rollouts.completions(others.prompts, self.settings))
         return joined(parts)
 
     def rate(self, answers: Answers, reference: Optional[np.ndarray], rollouts: Rollouts) -> None:
         """Makes an experience from a step's rows."""
-        counts = counted(answers.mask, answers.truncated, self.settings)
-        self.experience = Experience(answers, np.zeros(len(answers.tokens)), counts, None, self.sampled)
+        gather = self.processes.gather
+        mask, truncated = gather(answers.mask), gather(answers.truncated)
+        sampled = gather(np.arange(len(answers.mask)) < self.sampled)
+        measures = answer_measures(mask[sampled], truncated[sampled]) if sampled.any() else {}
+        counts = counted(mask, truncated, self.settings)
+        likely = gather(answers.log_probabilities)
+        self.experience = Experience(answers, likely, mask, np.zeros(len(mask)), counts, None, measures)
 
     def coefficients(self, log_probabilities: Optional[np.ndarray]) -> np.ndarray:
         """Returns the weight of each token's divergence."""
         counts = self.experience.counted
         self.tokens = float(counts.sum())
-        return counts / max(counts.sum(), 1)
+        return self.processes.own(counts / max(counts.sum(), 1))
 
     def differentiated(self, given: np.ndarray) -> None:
         """Takes the divergences of the tokens, float64 [rows, N]."""
-        answers, counts = self.experience.answers, self.experience.counted
-        self.samples = best_and_worst(answers, -(given * counts).sum(1), False)
-        self.loss = float((given * counts).sum() / max(counts.sum(), 1))
+        counts = self.experience.counted
+        divergences = self.processes.gather(given) * counts
+        self.samples = best_and_worst(self.experience.answers, -self.processes.own(divergences).sum(1), False)
+        self.loss = float(divergences.sum() / max(counts.sum(), 1))
         self.measures = {**self.experience.measures, "teacher/divergence": self.loss}
 
     def held_out_measures(
@@ -76,12 +90,18 @@ class GkdPolicy(Policy):
         """Returns the divergence from the teacher on answers to held-out prompts."""
         counts = counted(answers.mask, answers.truncated, self.settings)
         # The existing graph computes a gradient of zeros, to which the next step does not add.
-        divergences = differentiate(answers, np.zeros(counts.shape))
-        return {"held_out_teacher/divergence": float((divergences * counts).sum() / max(counts.sum(), 1))}
+        divergences = self.of_held_out(differentiate(answers, np.zeros(counts.shape)) * counts)
+        counts = self.of_held_out(counts)
+        return {"held_out_teacher/divergence": float(divergences.sum() / max(counts.sum(), 1))}
 
-    def _rows_of(self, number: int) -> Tuple[List[Prompt], List[Prompt]]:
-        """Returns the prompts of a step's rows: those that the policy answers, and the others."""
+    def _rows_of(self, number: int) -> Tuple[_Rows, _Rows]:
+        """Returns this process's rows of a step: those that the policy answers, and the others."""
         rows = [prompt for prompt in self.prompts_of(number) for _ in range(self.settings.num_generations)]
         is_own = np.random.default_rng([self.seed, number, _OWN]).random(len(rows)) < self.settings.gkd.lmbda
-        first = [row for row, holds in zip(rows, is_own) if holds]
-        return first, [row for row, holds in zip(rows, is_own) if not holds]
+        here = self.processes.own(np.arange(len(rows)))
+        own, others = here[is_own[here]], here[~is_own[here]]
+        before = is_own[: here[0]]
+        return (
+            _Rows([rows[index] for index in own], int(before.sum())),
+            _Rows([rows[index] for index in others], int((~before).sum())),
+        )

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import numpy as np
 from mindspore import Parameter, nn
 
-from mindlora.core.errors import DivergenceError, RewardError, TeacherError
+from mindlora.core.errors import ConfigError, DivergenceError, RewardError, TeacherError
 from mindlora.data.tokenizers import encode, load_tokenizer
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.log import logger
@@ -43,6 +43,7 @@ class Policies:
 
     def __init__(self, policies: Sequence[Policy], sampler: Mapping[str, Any]):
         self._policies = list(policies)
+        self._processes = policies[0].processes
         self._sampler = dict(sampler)
         self._networks: List[nn.Cell] = []
         self._refresh: Callable[[int], None] = lambda number: None
@@ -119,7 +120,8 @@ class Policies:
         questions = {number: policy.questions(data) for number, policy in learning.items()}
         for number in learning:
             self._publish(number)
-        answered = iter(self.rollouts.answers([each for asked in questions.values() for each in asked]))
+        with self._processes.fail_together():
+            answered = iter(self.rollouts.answers([each for asked in questions.values() for each in asked]))
         answers = {}
         for number, policy in learning.items():
             answers[number] = policy.answers(data, [next(answered) for _ in questions[number]], self.rollouts)
@@ -143,7 +145,8 @@ class Policies:
         """Returns the measures of a policy's answers to held-out prompts; see Policy.held_out_measures."""
         policy = self._policies[number]
         self._publish(number)
-        (answers,) = self.rollouts.answers([policy.held_out_question()])
+        with self._processes.fail_together():
+            (answers,) = self.rollouts.answers([policy.held_out_question()])
 
         def differentiate(rows: Answers, coefficients: np.ndarray) -> np.ndarray:
             return self.graphs.differentiate({number: rows}, {number: coefficients}, self.turn)[number]
@@ -167,6 +170,16 @@ class Policies:
         """Creates the sampler and the rewards, which need the loaded weights, at the first step."""
         if self.rollouts is not None:
             return
+        prompts, count = self._policies[0].settings.prompts_per_step, self._processes.count
+        if prompts % count:
+            raise ConfigError(
+                f"rl.prompts_per_step is {prompts}, and {count} processes learn together, each from as many prompts. "
+                f"Set it to a multiple of {count}."
+            )
+        with self._processes.fail_together():
+            self._open()
+
+    def _open(self) -> None:
         run = YamlRun(self._sampler.get("configuration") or run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         tokenizer = load_tokenizer(self._sampler["tokenizer"])
@@ -199,6 +212,7 @@ class Policies:
             max(len(prompt.tokens) for policy in self._policies for prompt in [*policy.prompts, *policy.held_out]),
             run.lora.product_dtype,
             tools,
+            self._processes.count,
         )
         for policy in self._policies:
             logger.info(

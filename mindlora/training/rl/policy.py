@@ -1,7 +1,7 @@
 """One policy of a run that learns from rewards: its questions, and what it learns from the answers."""
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from mindspore import nn
@@ -19,6 +19,7 @@ from mindlora.training.rl.policy_loss import (
     policy_loss,
     weighted_rewards,
 )
+from mindlora.training.rl.processes import Processes
 from mindlora.training.rl.prompts import Prompt, prompts_of_step
 from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Question, Rollouts
@@ -32,7 +33,12 @@ _HELD_OUT = 2**32 - 1
 class Experience:
     """The answers of a step and their properties, for num_iterations steps of the optimizer.
 
+    The rows of its arrays are those of all processes.
+
     Attributes:
+        answers (Answers): This process's.
+        log_probabilities (array): float64 [rows, N], the sampler's.
+        mask (array): bool [rows, N], where a row has a token of its answer to predict.
         advantages (array): float64 [rows], or with a teacher [rows, N].
         counted (array): bool [rows, N], the tokens that the loss counts.
         reference (array or None): float64 [rows, N], the tokens' log-probabilities under the reference.
@@ -42,6 +48,8 @@ class Experience:
     """
 
     answers: Answers
+    log_probabilities: np.ndarray
+    mask: np.ndarray
     advantages: np.ndarray
     counted: np.ndarray
     reference: Optional[np.ndarray]
@@ -59,6 +67,7 @@ class Policy:
 
     Attributes:
         adapter (str): The name by which requests select the policy.
+        processes (Processes): The run's processes, each of which answers a part of the prompts.
         prompts, held_out (list of Prompt): The prompts that it answers; set when the run begins, as is
         rewards (Rewards): the functions that rate the answers, or None.
         learns (bool): Whether the policy has not ended.
@@ -74,6 +83,7 @@ class Policy:
         self.settings = settings
         self.seed = seed if settings.seed is None else settings.seed
         self.adapter = f"{TRAINED}/{name}" if name else TRAINED
+        self.processes = Processes()
         self.prompts: List[Prompt] = []
         self.held_out: List[Prompt] = []
         self.rewards: Optional[Rewards] = None
@@ -89,17 +99,30 @@ class Policy:
         return row_log_probabilities(network, "rl", temperature=self.settings.temperature)
 
     def questions(self, number: int) -> List[Question]:
-        """Returns the questions of a step of the data."""
-        return [Question(self.adapter, self.settings, self.prompts_of(number), (self.seed, number))]
+        """Returns this process's questions of a step of the data."""
+        prompts = self.prompts_of(number)
+        rows = np.arange(len(prompts) * self.settings.num_generations)
+        own = [prompts[index] for index in self.processes.own(np.arange(len(prompts)))]
+        return [Question(self.adapter, self.settings, own, (self.seed, number), first=int(self.processes.own(rows)[0]))]
 
     def prompts_of(self, number: int) -> List[Prompt]:
-        """Returns the prompts of a step of the data."""
+        """Returns the prompts of a step of the data, for all processes."""
         chosen = prompts_of_step(len(self.prompts), number, self.settings.prompts_per_step, self.seed)
         return [self.prompts[index] for index in chosen]
 
     def held_out_question(self) -> Question:
-        """Returns the question of the held-out prompts: one answer to each, with the same draws each time."""
-        return Question(self.adapter, self.settings, self.held_out, (self.seed, _HELD_OUT), 1)
+        """Returns the question of this process's part of the held-out prompts: one answer to each, with the same draws
+        each time. If the prompts cannot be shared evenly, some processes answer the last one again.
+        """
+        each = -(-len(self.held_out) // self.processes.count)
+        first = self.processes.rank * each
+        last = len(self.held_out) - 1
+        prompts = [self.held_out[min(index, last)] for index in range(first, first + each)]
+        return Question(self.adapter, self.settings, prompts, (self.seed, _HELD_OUT), 1, first)
+
+    def of_held_out(self, values: np.ndarray) -> np.ndarray:
+        """Returns the values for each held-out prompt, given those for this process's part."""
+        return self.processes.gather(values)[: len(self.held_out)]
 
     def answers(self, number: int, answered: Sequence[Answers], rollouts: Rollouts) -> Answers:
         """Returns the rows of a step, from the answers to its questions."""
@@ -115,22 +138,52 @@ class Policy:
 
         Raises RewardError if a reward fails, and TeacherError if a served teacher does.
         """
-        settings = self.settings
-        counts = counted(answers.mask, answers.truncated, settings)
-        kl = None if reference is None else answer_kl(answers.log_probabilities, reference, counts)
-        measures = {**answer_measures(answers.mask, answers.truncated), **answers.tool_measures()}
-        values, rewards = np.zeros(len(answers.tokens)), None
-        if self.rewards is not None:
-            compared = advantages(self._rewards_of(answers), settings, kl)
+        settings, gather = self.settings, self.processes.gather
+        rated, teacher = self._rated(answers, rollouts)
+        mask, likely = gather(answers.mask), gather(answers.log_probabilities)
+        truncated = gather(answers.truncated)
+        reference = None if reference is None else gather(reference)
+        counts = counted(mask, truncated, settings)
+        kl = None if reference is None else answer_kl(likely, reference, counts)
+        measures = {**answer_measures(mask, truncated), **self._tool_measures(answers)}
+        values, rewards = np.zeros(len(mask)), None
+        if rated is not None:
+            compared = advantages(gather(rated), settings, kl)
             values, rewards = compared.values, compared.rewards
             measures = {**compared.measures, **measures}
-        if settings.teacher is not None:
-            teacher = rollouts.teacher_log_probabilities(answers)
-            distilled = distillation(answers.log_probabilities, teacher, counts, settings)
+        if teacher is not None:
+            distilled = distillation(likely, gather(teacher), counts, settings)
             values = values[:, None] + distilled.values
             measures["teacher/kl"] = distilled.kl
-        self.samples = best_and_worst(answers, values.sum(1) if rewards is None else rewards, rewards is not None)
-        self.experience = Experience(answers, values, counts, reference, measures)
+        shown = self.processes.own(values.sum(1) if rewards is None else rewards)
+        self.samples = best_and_worst(answers, shown, rewards is not None)
+        self.experience = Experience(answers, likely, mask, values, counts, reference, measures)
+
+    def _rated(self, answers: Answers, rollouts: Rollouts) -> Tuple[Optional[np.ndarray], Optional[np.ndarray]]:
+        """Returns the reward functions' values for answers, float64 [rows, functions], and the teacher's
+        log-probabilities of the answers' tokens, float64 [rows, N]; None for one that does not exist.
+
+        Raises RewardError or TeacherError on all processes if a function or the teacher fails on one.
+        """
+        rated = teacher = None
+        with self.processes.fail_together():
+            if self.rewards is not None:
+                given = [prompt.given for prompt in answers.prompts]
+                rated = self.rewards.of(given, answers.texts, answers.columns())
+            if self.settings.teacher is not None:
+                teacher = rollouts.teacher_log_probabilities(answers)
+        return rated, teacher
+
+    def _tool_measures(self, answers: Answers) -> Dict[str, float]:
+        """Returns the calls per answer and the share of failed calls; without tools, the result is empty."""
+        own = answers.tool_counts()
+        if own is None:
+            return {}
+        count, calls, failures = self.processes.gather(own).sum(0)
+        return {
+            "tools/call_frequency": float(calls / count),
+            "tools/failure_frequency": float(failures / max(calls, 1)),
+        }
 
     @property
     def compares(self) -> bool:
@@ -145,11 +198,11 @@ class Policy:
                 the sampler's suffice.
         """
         given = self.experience
-        policy = given.answers.log_probabilities if log_probabilities is None else log_probabilities
-        loss = policy_loss(policy, given.old, given.reference, given.advantages, given.counted, self.settings)
+        now = given.log_probabilities if log_probabilities is None else self.processes.gather(log_probabilities)
+        loss = policy_loss(now, given.old, given.reference, given.advantages, given.counted, self.settings)
         self.loss, self.tokens = loss.loss, float(given.counted.sum())
         self.measures = loss.measures
-        return loss.coefficients
+        return self.processes.own(loss.coefficients)
 
     def differentiated(self, given: np.ndarray) -> None:
         """Takes the outputs of of_rows from the gradient's computation, float64 [rows, N].
@@ -158,8 +211,8 @@ class Policy:
         """
         experience = self.experience
         if experience.old is None:
-            self._check_agreement(given)
-            experience.old = given
+            experience.old = self.processes.gather(given)
+            self._check_agreement(experience.old)
         self.measures = {**experience.measures, **self.measures}
 
     def held_out_measures(
@@ -171,27 +224,23 @@ class Policy:
         ``differentiate`` is PolicyGraphs.differentiate for this policy.
         """
         measures = {}
-        if self.rewards is not None:
-            self.held_out_rewards = weighted_rewards(self._rewards_of(answers), self.settings)
+        rated, teacher = self._rated(answers, rollouts)
+        if rated is not None:
+            self.held_out_rewards = weighted_rewards(self.of_held_out(rated), self.settings)
             measures["held_out_reward"] = float(np.nanmean(self.held_out_rewards))
-        if self.settings.teacher is not None:
-            counts = counted(answers.mask, answers.truncated, self.settings)
-            teacher = rollouts.teacher_log_probabilities(answers)
-            distilled = distillation(answers.log_probabilities, teacher, counts, self.settings)
+        if teacher is not None:
+            counts = self.of_held_out(counted(answers.mask, answers.truncated, self.settings))
+            likely = self.of_held_out(answers.log_probabilities)
+            distilled = distillation(likely, self.of_held_out(teacher), counts, self.settings)
             measures["held_out_teacher/kl"] = distilled.kl
         return measures
-
-    def _rewards_of(self, answers: Answers) -> np.ndarray:
-        """Returns the reward functions' values for answers, float64 [rows, functions]."""
-        return self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
 
     def _check_agreement(self, trained: np.ndarray) -> None:
         """Measures the distance of the sampler's log-probabilities from the trainer's, for the same weights and tokens.
 
         Raises DivergenceError if they differ by more than rl.max_disagreement.
         """
-        answers = self.experience.answers
-        found = agreement(trained, answers.log_probabilities, answers.mask)
+        found = agreement(trained, self.experience.log_probabilities, self.experience.mask)
         self.experience.measures.update(
             {"agreement/max": found.max, "agreement/k1": found.k1, "agreement/k2": found.k2}
         )

@@ -15,7 +15,7 @@ from mindlora.serving.packed_adapter import rank_needed
 from mindlora.serving.request import Sampling
 from mindlora.serving.settings import EngineSettings
 from mindlora.training.rl.prompts import MESSAGES, Prompt
-from mindlora.training.rl.settings import RlSettings
+from mindlora.training.rl.settings import RlSettings, answers_at_once
 from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.rl.tools import Tools, Turn
 
@@ -62,16 +62,12 @@ class Answers:
             columns[MESSAGES] = self.messages
         return columns
 
-    def tool_measures(self) -> Dict[str, float]:
-        """Returns tools/call_frequency, the calls per answer, and tools/failure_frequency, the share of failed calls.
-
-        Without tools, the result is empty.
-        """
+    def tool_counts(self) -> Optional[np.ndarray]:
+        """Returns the numbers of answers, of calls, and of failed calls: int64 [1, 3]; None without tools."""
         if self.messages is None:
-            return {}
+            return None
         calls = sum(message["role"] == "tool" for answer in self.messages for message in answer)
-        failed = self.failures / max(calls, 1)
-        return {"tools/call_frequency": calls / len(self.messages), "tools/failure_frequency": failed}
+        return np.array([[len(self.messages), calls, self.failures]])
 
 
 class Question(NamedTuple):
@@ -83,6 +79,7 @@ class Question(NamedTuple):
         prompts (sequence of Prompt): The prompts to answer.
         seed (sequence of int): Determines each row's random stream, with the row's number.
         generations (int or None): Answers to each prompt; None for num_generations.
+        first (int): The number of the first row, among the rows of all processes.
     """
 
     adapter: Optional[str]
@@ -90,6 +87,7 @@ class Question(NamedTuple):
     prompts: Sequence[Prompt]
     seed: Sequence[int]
     generations: Optional[int] = None
+    first: int = 0
 
 
 class _Draft:
@@ -164,6 +162,7 @@ class Rollouts:
         longest (int): Number of tokens of the longest prompt.
         product_dtype (str): The dtype to which the training networks' linear cells round their operands.
         tools (Tools): Tools that answers may call. Default: None.
+        processes (int): The number of processes that share the answers of a step. Default: 1.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -180,6 +179,7 @@ class Rollouts:
         longest: int,
         product_dtype: str,
         tools: Optional[Tools] = None,
+        processes: int = 1,
     ):
         self._length = model["model_config"]["seq_length"]
         self._tools = tools
@@ -194,7 +194,7 @@ class Rollouts:
             # A legacy model joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings[0].teacher_adapter, joins_cells))
-        running = min(sum(each.rows for each in settings), _MOST_RUNNING)
+        running = answers_at_once(settings, processes)
         # The cache has room for these prompts and answers at full length.
         answer = max(each.max_completion_length for each in settings)
         blocks = -(-min(self._length, longest + answer) // EngineSettings.block_size)
@@ -246,10 +246,12 @@ class Rollouts:
         """Samples the next turn of each unfinished answer; ``turns`` is the number of earlier turns, if any."""
         requests: List[Tuple[Sequence[int], Sampling, Optional[str]]] = []
         for question, drafts in zip(questions, going):
-            seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(len(drafts), np.uint64)
+            seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(
+                question.first + len(drafts), np.uint64
+            )
             requests += [
                 (draft.context, self._sampling(draft, int(number)), question.adapter)
-                for draft, number in zip(drafts, seeds)
+                for draft, number in zip(drafts, seeds[question.first :])
             ]
         for draft, stream in zip(itertools.chain(*going), self._submit(requests)):
             draft.text = ""
@@ -374,7 +376,5 @@ class Rollouts:
         )
 
 
-# Further requests wait: the cache has room for this many at a time.
-_MOST_RUNNING = 64
 # All answers of a step are requested at once.
 _MOST_WAITING = 2**20

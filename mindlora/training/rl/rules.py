@@ -91,12 +91,26 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
     except ConfigError as refusal:
         yield error(KEY, str(refusal))
         return
-    if not run.steps_by_mindlora or run.in_parallel:
+    if run.train_step != WRAPPER:
         yield error(
             KEY,
-            f"rl is an argument of {WRAPPER} in one process; runner_wrapper.type is {run.train_step}, and use_parallel "
-            f"is {run.in_parallel}.",
-            f"Set runner_wrapper.type: {WRAPPER} and use_parallel: False.",
+            f"rl is an argument of {WRAPPER}, and runner_wrapper.type is {run.train_step}.",
+            f"Set runner_wrapper.type: {WRAPPER}.",
+        )
+    if run.in_parallel and run.split_by:
+        yield error(
+            KEY,
+            f"A run with rl has the whole model in each process, but {run.split_by}.",
+            "Learn from rewards in data parallel (parallel.parallel_mode: 0), or in one process.",
+        )
+    shares = run.setting("parallel_config.data_parallel") if run.in_parallel else 1
+    prompts = next(iter(settings.values())).prompts_per_step
+    if prompts % shares:
+        yield error(
+            f"{KEY}.prompts_per_step",
+            f"rl.prompts_per_step is {prompts}, and {shares} processes (parallel_config.data_parallel) answer as many "
+            "prompts each.",
+            f"Set it to a multiple of {shares}.",
         )
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
@@ -106,12 +120,6 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
     yield from _check_adapter(run)
     yield from by_adapter({name: list(_check_policy(run, each)) for name, each in settings.items()})
     yield from check_served(run)
-    if run.is_mcore and run.model.get("num_experts"):
-        yield error(
-            "model.model_config.num_experts",
-            "The model has routed experts, whose weights training holds in another form than the sampler.",
-            "Learn from rewards on a model without them.",
-        )
     for adapter in adapters:
         if adapter.data:
             found = f"The adapter {adapter.name} has data, but a run with rl has prompts alone."
@@ -144,10 +152,7 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "The base is to be held as it is stored, but rl samples from one in float or in NF4.",
             "Remove it, or set it to nf4.",
         )
-    if run.lora is not None and not run.lora.variant.is_plain:
-        yield error(
-            PET, f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA.", "Leave its keys out."
-        )
+    yield from _check_variant(run)
     for key, reason in _OF_ADAPTERS.items():
         if pet_config.get(key):
             yield error(f"{PET}.{key}", f"pet_config has {key}, and runner_wrapper rl: {reason}.", f"Remove {key}.")
@@ -158,6 +163,16 @@ def _check_adapter(run: YamlRun) -> Iterator[Finding]:
             "of rl.",
             "Use another one.",
         )
+
+
+def _check_variant(run: YamlRun) -> Iterator[Finding]:
+    if run.lora is None or run.lora.variant.is_plain:
+        return
+    name = run.lora.variant.name
+    if not run.lora.variant.row_norms:
+        yield error(PET, f"The adapter is of {name}, and rl samples with plain LoRA or DoRA.", "Leave its keys out.")
+    elif (run.at("context.device_target") or "Ascend") != "CPU":
+        yield error(PET, f"The adapter is of {name}, with which rl samples on a CPU alone.", "Leave its keys out.")
 
 
 def _check_sizes(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:

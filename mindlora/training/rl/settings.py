@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, fields
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import (
@@ -267,6 +267,20 @@ _RANGES = {
     "top_p": FACTOR,
     "top_k": INDEX,
 }
+
+
+# The cache has room for so many answers at a time; further ones wait.
+_MOST_RUNNING = 64
+
+
+def answers_at_once(settings: Iterable[RlSettings], processes: int = 1) -> int:
+    """Returns the number of answers that a process samples at a time.
+
+    Args:
+        settings (iterable of RlSettings): The settings of all policies.
+        processes (int): The number of processes that share the answers of a step. Default: 1.
+    """
+    return min(sum(each.rows for each in settings) // processes, _MOST_RUNNING)
 
 
 def _functions(value: Any) -> Tuple[Reward, ...]:

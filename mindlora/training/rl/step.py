@@ -58,8 +58,11 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
 
     def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
-        # The loss is a mean already; if no token counts, there is none, and the step is skipped.
-        return super().__call__(Tensor(losses[0], mstype.float32), Tensor(float(tokens[0] > 0), mstype.float32))
+        # The loss is a mean already, over all processes, and rank 0 alone contributes it; if no token counts, there is
+        # none, and the step is skipped.
+        contributes = self.policies[0].processes.rank == 0
+        loss, count = losses[0] * contributes, float(tokens[0] > 0) * contributes
+        return super().__call__(Tensor(loss, mstype.float32), Tensor(count, mstype.float32))
 
     def last_record(self) -> StepRecord:
         """Returns the measurements of the last step."""

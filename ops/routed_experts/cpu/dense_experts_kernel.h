@@ -23,4 +23,45 @@ static void ExpertProduct(const DenseExperts<W>& all, int64_t expert, const floa
     }
 }
 
+// The same for kVectors vectors of columns of a transposed matrix from `n` on; of the last ones some are past `end`.
+template <bool kWhole, class W>
+static void ProductOfColumns(const TransposedExperts<W>& all, int64_t expert, const float* const* token, int64_t count,
+    int64_t n, int64_t start, int64_t end, float* const* out)
+{
+    const W* w = all.data + expert * all.in * all.out;
+    for (int64_t t = 0; t < count; t += kRows) {
+        WithRows(std::min<int64_t>(kRows, count - t), [&](auto constant) {
+            constexpr int kM = decltype(constant)::value;
+            Vec acc[kM][kVectors] = {};
+            for (int64_t i = 0; i < all.in; ++i) {
+                const W* row = w + i * all.out;
+                // The rows are too far from each other for the processor's own prefetching.
+                __builtin_prefetch(row + 8 * all.out + n);
+                for (int v = 0; v < kVectors; ++v) {
+                    const int64_t at = n + v * kWidth;
+                    if (!kWhole && at >= end) continue;
+                    const Vec columns = kWhole ? Load(row + at) : LoadUpTo(row + at, end - at);
+                    for (int m = 0; m < kM; ++m) acc[m][v] += token[t + m][i] * columns;
+                }
+            }
+            for (int v = 0; v < kVectors; ++v) {
+                const int64_t at = n + v * kWidth;
+                if (at >= end) continue;
+                for (int m = 0; m < kM; ++m) StoreUpTo(acc[m][v], out[t + m] + at - start, end - at);
+            }
+        });
+    }
+}
+
+template <class W>
+static void ExpertProduct(const TransposedExperts<W>& all, int64_t expert, const float* const* token, int64_t count,
+    int64_t start, int64_t end, float* const* out)
+{
+    int64_t n = start;
+    for (; n + kVectors * kWidth <= end; n += kVectors * kWidth) {
+        ProductOfColumns<true>(all, expert, token, count, n, start, end, out);
+    }
+    if (n < end) ProductOfColumns<false>(all, expert, token, count, n, start, end, out);
+}
+
 #include "routed_experts/cpu/routed_experts_kernel.h"

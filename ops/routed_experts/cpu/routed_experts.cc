@@ -19,6 +19,15 @@ struct DenseExperts {
     int64_t in;
 };
 
+// The same transposed, [experts * in, out].
+template <class W>
+struct TransposedExperts {
+    static constexpr int64_t kRange = 64;
+    const W* data;
+    int64_t out;
+    int64_t in;
+};
+
 }  // namespace mindlora
 
 #define MINDLORA_KERNEL "routed_experts/cpu/dense_experts_kernel.h"
@@ -30,9 +39,32 @@ namespace {
 constexpr char kOp[] = "routed_experts";
 enum { kGateUp = 3, kDown, kPools, kY = 12 };
 
-ExpertSizes SizesOf(const Shapes& s) { return {s.At(kGateUp, 0), s.Width(kX), s.At(kDown, 2)}; }
+// Whether the weights are those of mcore, of two dimensions.
+bool AreTransposed(const Shapes& s) { return s.Rank(kGateUp) == 2; }
 
-void Check(const Shapes& s)
+// Of transposed weights the rows tell the number of experts, and I.
+ExpertSizes SizesOf(const Shapes& s)
+{
+    const int64_t hidden = s.Width(kX);
+    if (!AreTransposed(s)) return {s.At(kGateUp, 0), hidden, s.At(kDown, 2)};
+    const int64_t gate_up = s.At(kGateUp, 0), down = s.At(kDown, 0);
+    const int64_t experts = hidden > 0 && gate_up >= 0 ? gate_up / hidden : -1;
+    return {experts, hidden, experts > 0 && down >= 0 ? down / experts : -1};
+}
+
+void CheckTransposed(const Shapes& s)
+{
+    const auto [experts, hidden, inner] = SizesOf(s);
+    s.CheckRank(kDown, "down", 2);
+    if (experts >= 0) s.CheckSame("the number of rows of gate_up", s.At(kGateUp, 0), experts * hidden);
+    if (inner >= 0) {
+        s.CheckSame("the number of rows of down", s.At(kDown, 0), experts * inner);
+        s.CheckSame("2 I", s.At(kGateUp, 1), 2 * inner);
+    }
+    s.CheckSame("H", hidden, s.At(kDown, 1));
+}
+
+void CheckDense(const Shapes& s)
 {
     s.CheckRank(kGateUp, "gate_up", 3);
     s.CheckRank(kDown, "down", 3);
@@ -40,6 +72,15 @@ void Check(const Shapes& s)
     s.CheckSame("H", s.Width(kX), s.At(kGateUp, 2));
     s.CheckSame("H", s.Width(kX), s.At(kDown, 1));
     if (s.At(kDown, 2) >= 0) s.CheckSame("2 I", s.At(kGateUp, 1), 2 * s.At(kDown, 2));
+}
+
+void Check(const Shapes& s)
+{
+    if (AreTransposed(s)) {
+        CheckTransposed(s);
+    } else {
+        CheckDense(s);
+    }
     CheckRouted(kOp, s, SizesOf(s), kPools);
 }
 
@@ -66,13 +107,20 @@ MINDLORA_EXPORT int RoutedExperts(int, void** data, int* ndims, int64_t** shapes
     const std::vector<Pair> work = SortedByExpert(kOp, data, s, experts, kPools);
     const ExpertPairs gate_up_pairs = ExpertPairsAt(kOp, data, s, kPools, experts),
                       down_pairs = ExpertPairsAt(kOp, data, s, kPools + 3, experts);
+    const bool transposed = AreTransposed(s);
     WithElement(kOp, dtypes[kGateUp], [&, hidden = hidden, inner = inner](auto weight) {
         using W = decltype(weight);
-        const DenseExperts<W> gate_up = {static_cast<const W*>(data[kGateUp]), 2 * inner, hidden},
-                              down = {static_cast<const W*>(data[kDown]), hidden, inner};
-        MINDLORA_DISPATCH(RoutedExperts, static_cast<const float*>(data[kX]), static_cast<const float*>(data[kWeights]),
-            gate_up, down, gate_up_pairs, down_pairs, work, s.Tokens(kX), s.At(kExperts, 1), hidden, inner,
-            omp_get_max_threads(), static_cast<float*>(data[kY]));
+        const auto run = [&](const auto& gate_up, const auto& down) {
+            MINDLORA_DISPATCH(RoutedExperts, static_cast<const float*>(data[kX]),
+                static_cast<const float*>(data[kWeights]), gate_up, down, gate_up_pairs, down_pairs, work, s.Tokens(kX),
+                s.At(kExperts, 1), hidden, inner, omp_get_max_threads(), static_cast<float*>(data[kY]));
+        };
+        const auto *gate_up = static_cast<const W*>(data[kGateUp]), *down = static_cast<const W*>(data[kDown]);
+        if (transposed) {
+            run(TransposedExperts<W>{gate_up, 2 * inner, hidden}, TransposedExperts<W>{down, hidden, inner});
+        } else {
+            run(DenseExperts<W>{gate_up, 2 * inner, hidden}, DenseExperts<W>{down, hidden, inner});
+        }
     });
     return 0;
 }

@@ -1,5 +1,7 @@
 """routed_experts, of dense weights and of weights in NF4: what is tested of it."""
 
+import dataclasses
+
 import numpy as np
 
 from mindlora.core.numerics.nf4 import Nf4Array, dequantize, quantize
@@ -42,12 +44,26 @@ def inputs(dtype, tokens, hidden, each=2, inner=9):
     }
 
 
-def inputs_in_nf4(dtype, *size):
+def transposed(weight):
+    """A weight [experts, out, in] as mcore stacks it, [experts * in, out]."""
+    return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(-1, weight.shape[1])
+
+
+def inputs_transposed(dtype, *size):
     """The same with both weights as mcore stacks them."""
+    weights = ("gate_up", "down")
+    return {
+        name: (transposed(array) if name in weights else array, its_dtype)
+        for name, (array, its_dtype) in inputs(dtype, *size).items()
+    }
+
+
+def inputs_in_nf4(dtype, *size):
+    """The same with both weights as mcore stacks them, in NF4."""
     packed = {}
     for name, (array, its_dtype) in inputs(dtype, *size).items():
         if name in ("gate_up", "down"):
-            weight = quantize(np.ascontiguousarray(array.swapaxes(1, 2)).reshape(-1, array.shape[1]))
+            weight = quantize(transposed(array))
             names = [f"{name} {part}" for part in ("codes", "absmax", "block scales", "offsets")]
             packed.update(named(names, (weight.codes, weight.absmax, weight.scales, weight.offsets), WEIGHT_DTYPES))
         else:
@@ -57,6 +73,11 @@ def inputs_in_nf4(dtype, *size):
 
 def expected(reference, *arrays):
     return reference.routed_experts(*arrays[:5], arrays[5:8], arrays[8:11], arrays[11])
+
+
+def expected_transposed(reference, x, experts, weights, gate_up, down, *others):
+    stacked = (weight.reshape(EXPERTS, -1, weight.shape[1]).swapaxes(1, 2) for weight in (gate_up, down))
+    return expected(reference, x, experts, weights, *stacked, *others)
 
 
 def expected_in_nf4(reference, x, experts, weights, *others):
@@ -109,6 +130,23 @@ DENSE = Operator(
         ("down ranks", 0, 35, "slot 0 has 35 rows of pairs for 5 experts, and room for 30."),
     ),
 )
+TRANSPOSED = dataclasses.replace(
+    DENSE,
+    name="routed_experts_transposed",
+    op="routed_experts",
+    inputs=inputs_transposed,
+    expected=expected_transposed,
+    # Columns of whole vectors alone, and some beside them.
+    sizes=(*SIZES, (6, 20, 2, 64)),
+    refused_shapes=(
+        ({"down": (EXPERTS, 8, 9)}, "down has 3 dimensions: it must have 2."),
+        ({"gate_up": (EXPERTS * 8 + 1, 18)}, "the number of rows of gate_up is 41 in one input and 40 in another."),
+        ({"down": (EXPERTS * 9 + 1, 8)}, "the number of rows of down is 46 in one input and 45 in another."),
+        ({"gate_up": (EXPERTS * 8, 17)}, "2 I is 17 in one input and 18 in another."),
+        ({"down": (EXPERTS * 9, 7)}, "H is 8 in one input and 7 in another."),
+        ({"gate_up pool": (SLOTS, 30, 25)}, "K + N is 26 in one input and 25 in another."),
+    ),
+)
 IN_NF4 = Operator(
     name="nf4_routed_experts",
     op="routed_experts",
@@ -132,4 +170,4 @@ IN_NF4 = Operator(
         ({"gate_up pool": (SLOTS, 30, 25)}, "K + N is 26 in one input and 25 in another."),
     ),
 )
-FORMS = (DENSE, IN_NF4)
+FORMS = (DENSE, TRANSPOSED, IN_NF4)

@@ -52,6 +52,10 @@ def test_a_yaml_without_faults():
     assert found(config({**TAUGHT, "held_out_prompts": "held_out.jsonl", "held_out_steps": 5})) == []
     assert found(config({**TAUGHT, "gkd": {"lmbda": 1}})) == []
     assert found(config(pet={"pet_type": "qlora"})) == []
+    assert found(config(pet={"use_dora": True})) == []
+    assert found(config(use_parallel=True, parallel={"parallel_mode": 0})) == []
+    experts = {"model_type": "qwen3_moe", "num_experts": 4}
+    assert found(config(use_legacy=False, model=experts)) == []
     assert found(several({}, {"seed": 3, "algorithm": "rloo", "beta": 0.1})) == []
     without = {key: RL[key] for key in RL if key != "reward_funcs"}
     assert found(several({"reward_funcs": "numeric_answer"}, {"reward_funcs": "exact_answer"}, rl=without)) == []
@@ -65,7 +69,16 @@ def test_a_yaml_without_faults():
         (config({**RL, "betta": 1}), KEY, "rl has no key 'betta'. Did you mean 'beta'"),
         (config({"reward_funcs": "exact_answer"}), f"{KEY}.prompts", "rl has no prompts"),
         (config(runner_wrapper={"type": "MFTrainOneStepCell", "rl": RL}), KEY, "type is MFTrainOneStepCell"),
-        (config(use_parallel=True, parallel={"parallel_mode": 0}), KEY, "in one process.*use_parallel: False"),
+        (
+            config(use_parallel=True, parallel={"parallel_mode": 0}, parallel_config={"model_parallel": 2}),
+            KEY,
+            "whole model in each process, but parallel_config.model_parallel is 2",
+        ),
+        (
+            config(use_parallel=True, parallel={"parallel_mode": 0}, parallel_config={"data_parallel": 3}),
+            f"{KEY}.prompts_per_step",
+            "prompts_per_step is 8, and 3 processes .* Set it to a multiple of 3",
+        ),
         (
             config(runner_wrapper={"type": "LoraTrainOneStepCell", "rl": RL, "preference": {}}),
             KEY,
@@ -73,8 +86,8 @@ def test_a_yaml_without_faults():
         ),
         (config(pet={"lora_dropout": 0.1}), f"{PET}.lora_dropout", "is 0.1, .* Set it to 0.0"),
         (config(pet={"quantize_base": "as_stored"}), f"{PET}.quantize_base", "in float or in NF4. Remove it, or set"),
-        (config(pet={"use_dora": True}), PET, "of DoRA, and rl samples with plain LoRA"),
-        (config(pet={"use_miss": True}), PET, "of MiSS, and rl samples with plain LoRA"),
+        (config(pet={"use_dora": True}, context={"device_target": "Ascend"}), PET, "of DoRA, with .* on a CPU"),
+        (config(pet={"use_miss": True}), PET, "of MiSS, and rl samples with plain LoRA or DoRA"),
         (config(pet={"neftune_alpha": 5.0}), f"{PET}.neftune_alpha", "adds no noise. Remove neftune_alpha"),
         (config(pet={"modules_to_save": ["lm_head"]}), f"{PET}.modules_to_save", "Remove modules_to_save"),
         (config(pet={"lora_init": "pissa"}), f"{PET}.lora_init", "the base is the reference"),
@@ -116,11 +129,6 @@ def test_a_yaml_without_faults():
         (config({**RL, "teacher": "nowhere"}), f"{KEY}.teacher", "there is no adapter at nowhere"),
         (config({**RL, "reward_funcs": "no.py:short"}), f"{KEY}.reward_funcs", "names no.py, which is not"),
         (config({**RL, "tokenizer": None}), f"{KEY}.tokenizer", "rl.tokenizer names none"),
-        (
-            config(use_legacy=False, model={"model_type": "qwen3_moe", "num_experts": 4}),
-            "model.model_config.num_experts",
-            "routed experts",
-        ),
         (config(use_legacy=False, model={"model_type": "deepseek_v3"}), "use_legacy", "mindlora serves Qwen3"),
         (several({}, {"betta": 1}), KEY, "^adapter_2: rl has no key 'betta'. Did you mean 'beta'"),
         (several({}, {}, rl="rewards.py:short"), KEY, "rl is 'rewards.py:short', but it must be a node"),

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from mindlora.data import tokenizers
@@ -74,10 +75,28 @@ def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
 
 @shows("rl", "llama")
 def test_a_base_in_four_bits_is_sampled_as_it_trains(library, folder):
-    result, output = start(folder, "four_bits", is_llama=True, pet={"quantize_base": "nf4"})
+    result, output = start(folder, "four_bits", model_type="llama", pet={"quantize_base": "nf4"})
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     differences, kl = (read_history(str(output)).series(name)[1] for name in ("agreement/max", "kl"))
     assert 0 < differences.max() < 1e-4 and abs(kl[0]) < 1e-6 < kl[-1]
+
+
+@shows("rl", "qwen3_moe")
+@shows("experts", "qwen3_moe")
+def test_routed_experts_are_sampled_as_they_train_and_a_resumed_run_learns_the_same(library, folder):
+    keys = {"model_type": "qwen3_moe", "pet": {"target_modules": ".*linear_.*|.*experts.*"}}
+    result, output = start(folder, "experts", **keys)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    history = read_history(str(output))
+    assert 0 < history.series("agreement/max")[1].max() < 1e-4
+    assert 0 <= history.series("agreement/k2")[1].max() < 1e-10
+    kl = history.series("kl")[1]
+    assert abs(kl[0]) < 1e-6 < kl[-1]
+    learned = tiny_runs.state(output / "lora_checkpoint" / "step_6")
+    assert any("experts" in name and np.abs(array).max() > 0 for name, array in learned.items() if "lora_B" in name)
+    result, resumed = start(folder, "resumed_experts", str(output / "lora_checkpoint" / "step_4"), **keys)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_6" for run in (output, resumed)))
 
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>' + tools[0].function.name + '<|im_end|>' }}{% endif %}

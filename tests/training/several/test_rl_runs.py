@@ -27,6 +27,9 @@ REWARDS = """
 def forgets(prompts, completions, **columns):
     return [0.0]
 
+def share_of_t(prompts, completions, **columns):
+    return [text.count("t") / max(len(text), 1) for text in completions]
+
 def is_always_one(prompts, completions, **columns):
     with open("calls.txt", "a") as file:
         file.write(f"{len(completions)} ")
@@ -118,10 +121,36 @@ def test_the_adapters_are_compared_by_their_held_out_rewards(both):
 
 def test_a_llama_s_adapter_does_so_on_a_base_in_four_bits(library, folder):
     pet = {"quantize_base": "nf4", "adapters": nodes(ADAPTERS)}
-    output = run(folder, "llama", is_llama=True, pet=pet)
+    output = run(folder, "llama", model_type="llama", pet=pet)
     own = {**ADAPTERS["second"], "quantize_base": "nf4"}
     rl, rate = own.pop("rl"), own.pop("learning_rate")
-    is_same(output / "second", run(folder, "llama_alone", is_llama=True, pet=own, rate=rate, **rl))
+    is_same(output / "second", run(folder, "llama_alone", model_type="llama", pet=own, rate=rate, **rl))
+
+
+TAUGHT = {
+    "first": {"seed": 1, "rl": {"seed": 1}},
+    "second": {"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3, "rl": {"seed": 2, "num_generations": 5}},
+}
+EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
+
+
+@shows("several", "qwen3")
+@shows("several", "qwen3_moe")
+@shows("rl", "qwen3_moe")
+@pytest.mark.parametrize(
+    "name, keys, pet",
+    [
+        # A teacher beside the rewards, and a base in 16 bits.
+        ("taught", {"model": {"params_dtype": "bfloat16"}, "teacher": "base", "structured_outputs": None}, {}),
+        ("experts", {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}, EXPERTS),
+    ],
+)
+def test_an_adapter_does_so_with_a_teacher_and_on_experts(library, folder, name, keys, pet):
+    keys = {**keys, "reward_funcs": "several.py:share_of_t"}
+    output = run(folder, name, pet={**pet, "adapters": nodes(TAUGHT)}, **keys)
+    own = {**TAUGHT["second"], **pet}
+    rl, rate = own.pop("rl"), own.pop("learning_rate")
+    is_same(output / "second", run(folder, f"{name}_alone", pet=own, rate=rate, **{**keys, **rl}))
 
 
 STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
