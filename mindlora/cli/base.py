@@ -123,7 +123,7 @@ def _quantize_base(arguments: argparse.Namespace) -> Any:
 
 
 def _loftq_config(arguments):
-    """Returns the LoraConfig that the flags of LoftQ describe, or None without them."""
+    """Returns the LoraConfig of LoftQ's flags, or None without them."""
     from mindlora.core.errors import ConfigError
     from mindlora.core.fields import COUNT, check_number
     from mindlora.models.lora_config import LoraConfig
@@ -202,7 +202,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
         raise ConfigError(f"--to gguf writes a file, but --output is {arguments.output}: give one that ends in .gguf.")
     if arguments.outtype and not is_gguf:
         raise ConfigError(
-            f"--outtype is of a GGUF file, but --output is {arguments.output}: give a file that ends in .gguf."
+            f"--outtype is for GGUF files, but --output is {arguments.output}: give a file that ends in .gguf."
         )
     with _Bar("base merge") as bar:
         return merge_checkpoint(
@@ -220,7 +220,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
 
 
 class _Bar:
-    """A progress bar on a terminal, shown after a second; call it with the bytes just done and the bytes in all."""
+    """A progress bar on a terminal, shown after a second; call it with the bytes just processed and the total bytes."""
 
     def __init__(self, name):
         self._name = name
