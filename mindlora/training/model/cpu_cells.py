@@ -10,7 +10,14 @@ from mindformers.models.llama.llama_transformer import LLamaAttention
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.cells.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, SiluProduct, Softmax, SwapHeads
+from mindlora.network.cells.broadcasting import (
+    BroadcastAdd,
+    BroadcastMul,
+    BroadcastSub,
+    SiluProduct,
+    Softmax,
+    SwapHeads,
+)
 from mindlora.network.cells.cell import ReplacingCell
 from mindlora.ops.backend import choose
 from mindlora.ops.masked_attention import MaskedAttention
