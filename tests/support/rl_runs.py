@@ -60,7 +60,7 @@ RL = {
 def config_of(
     resume=False, base=None, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
 ):
-    """Returns the content of its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any."""
+    """Returns its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     if model_type == "llama":
         config = tiny_runs.tiny_config("", epochs, callbacks)

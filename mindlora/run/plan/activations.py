@@ -188,6 +188,8 @@ class Activations:
         self.softmax = bytes_of(run.dtype("softmax_compute_type", "float32"))
         # mindlora's operators for training on a CPU: mindlora/training/model/cpu_cells.py.
         self.has_cpu_operators = run.yaml.on_cpu and run.model.get("type") == "LlamaConfig"
+        # Whether what silu makes is computed again in the backward, beside the product with it.
+        self.joins_activation = self.has_cpu_operators and not run.model.get("qkv_concat")
         self.fuses_norms = not self.is_legacy or run.model.get("fused_rms_norm") is not False and not run.yaml.on_cpu
         self.fuses_attention = not self.is_legacy or bool(run.model.get("use_flash_attention"))
         self.recomputes_scores = self.has_cpu_operators and not self.fuses_attention and self.computes_in_float32()
@@ -375,8 +377,9 @@ class Activations:
     def _feed_forward(self) -> Iterator[Kept]:
         size = self.compute * self.sizes.tokens * self.sizes.inner
         yield Kept("feed_forward.w1.matmul", size)
-        # The output of silu is reshaped too.
-        yield Kept("feed_forward.w1.reshape", size)
+        if not self.joins_activation:
+            # The output of silu is reshaped too.
+            yield Kept("feed_forward.w1.reshape", size)
         yield Kept("feed_forward.w3.matmul", size)
 
     def _inputs(

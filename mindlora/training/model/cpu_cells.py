@@ -5,12 +5,20 @@ from typing import Any, Tuple
 
 import mindspore as ms
 from mindformers.core.loss.loss import CrossEntropyLoss, _NLLLoss
-from mindformers.models.llama.llama_layer import LlamaRMSNorm, LlamaSiLU
+from mindformers.models.llama.llama_layer import LlamaFeedForward, LlamaRMSNorm, LlamaSiLU
 from mindformers.models.llama.llama_transformer import LLamaAttention
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.cells.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, Softmax, SwapHeads
+from mindlora.network.cells.broadcasting import (
+    BroadcastAdd,
+    BroadcastMul,
+    BroadcastSub,
+    SiluProduct,
+    Softmax,
+    SwapHeads,
+)
+from mindlora.network.cells.cell import ReplacingCell
 from mindlora.ops.backend import choose
 from mindlora.ops.masked_attention import MaskedAttention
 from mindlora.ops.rms_norm import RmsNorm
@@ -120,6 +128,29 @@ class CpuSiLU(nn.Cell):
         return (dout * (sigmoid + out - out * sigmoid),)
 
 
+class CpuFeedForward(LlamaFeedForward):
+    """MindFormers' feed-forward network, which keeps the products with w1 and w3 and not what SiLU makes of the one."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        x = self.cast(x, self.dtype)
+        return self.w2(self.product(self.w1(x), self.w3(x)))
+
+
+def _join_activation(cell):
+    """Makes a feed-forward network apply the activation of w1 together with the product, in place, if that is SiLU."""
+    if type(cell) is not LlamaFeedForward or cell.ffn_concat or cell.use_fused_swiglu or cell.expert_num > 1:
+        return
+    linear = cell.w1
+    if not (linear.activation_flag and isinstance(linear.activation, LlamaSiLU)):
+        return
+    linear.activation_flag = False
+    if isinstance(linear, ReplacingCell):
+        # A reference without the adapter has the cell from before in its place.
+        linear.base_cell.activation_flag = False
+    cell.product = SiluProduct()
+    cell.__class__ = CpuFeedForward
+
+
 def use_cpu_cells(network: nn.Cell) -> None:
     """Replaces operators of a legacy MindFormers network, in place, where it trains on a CPU in graph mode.
 
@@ -136,6 +167,8 @@ def use_cpu_cells(network: nn.Cell) -> None:
             problem,
         )
     for _, cell in list(network.cells_and_names()):
+        if isinstance(cell, LlamaFeedForward):
+            _join_activation(cell)
         if isinstance(cell, LlamaSiLU):
             cell.silu = CpuSiLU(cell.silu)
         elif problem or not fuse(cell):

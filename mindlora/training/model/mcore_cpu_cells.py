@@ -3,7 +3,7 @@
 from typing import Optional, Tuple
 
 import mindspore as ms
-from mindformers.parallel_core.training_graph.activation import FusedSwiGlu, SwiGlu
+from mindformers.parallel_core.training_graph.activation import FusedSwiGlu, SiLU, SwiGlu
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding as RotaryTable,
 )
@@ -21,7 +21,7 @@ from mindformers.parallel_core.training_graph.transformer.norm import FusedRMSNo
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.cells.broadcasting import SwapHeads
+from mindlora.network.cells.broadcasting import SiluProduct, SwapHeads
 from mindlora.network.cells.experts import grouped_matmul
 from mindlora.network.cells.routed_experts import RoutedExperts
 from mindlora.ops.masked_attention import MaskedAttention
@@ -150,6 +150,14 @@ class Pieces(nn.Cell):
         return pieces
 
 
+class CpuSwiGlu(SwiGlu):
+    """MindFormers' SwiGlu, which keeps the halves of x alone for its backward."""
+
+    def construct(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        return self.product(*self.split(x, (half, half), -1))
+
+
 class CpuFFNGroupedGEMM(FFNGroupedGEMM):
     """MindFormers' routed experts with mindlora's matrix products."""
 
@@ -211,9 +219,13 @@ class Dispatcher(nn.Cell):
 class Swiglu(nn.Cell):
     """silu(gate) up of the halves [gate, up] of x along an axis, as MindSpore's Swiglu."""
 
+    def __init__(self):
+        super().__init__()
+        self.product = SiluProduct()
+
     def construct(self, x: Tensor, dim: int = -1) -> Tensor:
         half = x.shape[dim] // 2
-        return ops.silu(ops.narrow(x, dim, 0, half)) * ops.narrow(x, dim, half, half)
+        return self.product(ops.narrow(x, dim, 0, half), ops.narrow(x, dim, half, half))
 
 
 class TopK(nn.Cell):
@@ -263,8 +275,14 @@ def _replace(cell):
         cell.__class__ = _ATTENTION[type(cell)]
     elif isinstance(cell, (RotaryTable, YarnTable)):
         cell.outer, cell.outer_for_eod = Outer(), Outer()
-    elif isinstance(cell, (MLP, SwiGlu)):
+    elif isinstance(cell, MLP):
         cell.split = Pieces()
+        if cell.gated_linear_unit and type(cell.activation_func) is SiLU:
+            # Without an activation function, it multiplies the halves as they are.
+            cell.activation_func, cell.mul = None, SiluProduct()
+    elif type(cell) is SwiGlu:
+        cell.split, cell.product = Pieces(), SiluProduct()
+        cell.__class__ = CpuSwiGlu
     elif isinstance(cell, FusedSwiGlu):
         cell.swiglu = Swiglu()
     elif isinstance(cell, MultiLatentAttention):

@@ -1,12 +1,20 @@
-"""Operators that broadcast without tables: outputs and gradients against NumPy."""
+"""Operators that keep little memory on a CPU: outputs and gradients against NumPy, and what is kept."""
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindlora.network.cells.broadcasting import BroadcastAdd, BroadcastMul, BroadcastSub, Softmax, SwapHeads
+from mindlora.network.cells.broadcasting import (
+    BroadcastAdd,
+    BroadcastMul,
+    BroadcastSub,
+    SiluProduct,
+    Softmax,
+    SwapHeads,
+)
 from tests.conftest import in_mode
+from tests.support.saved_tensors import compiled_graph, saved_tensors
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
 D_OUT = np.random.default_rng(1).standard_normal(X.shape).astype(np.float32)
@@ -83,3 +91,35 @@ def test_heads_are_swapped_and_swapped_back():
     output, (gradient,) = output_and_gradients(Swapped(), np.ascontiguousarray(D_OUT.transpose(0, 2, 1, 3)), X)
     np.testing.assert_array_equal(output, X.transpose(0, 2, 1, 3))
     np.testing.assert_array_equal(gradient, D_OUT)
+
+
+def test_a_silu_times_another_and_its_gradients_are_numpy_s():
+    gate, up = 4 * X, X[::-1].copy()
+    output, gradients = output_and_gradients(SiluProduct(), D_OUT, gate, up)
+    sigmoid = 1 / (1 + np.exp(-gate.astype(np.float64)))
+    np.testing.assert_allclose(output, gate * sigmoid * up, rtol=1e-5, atol=1e-6)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    for gradient, wanted in zip(gradients, (D_OUT * up * slope, D_OUT * gate * sigmoid)):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-5)
+
+
+class Gated(nn.Cell):
+    """The sum of the squares of SiluProduct of x and 2 x, each made by an operator, and its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.product = SiluProduct()
+        self.gradient = ops.GradOperation(sens_param=True)
+
+    def squares(self, x):
+        return ops.square(self.product(ops.sin(x), ops.cos(x))).sum()
+
+    def construct(self, x, dy):
+        return self.gradient(self.squares)(x, dy)
+
+
+def test_the_backward_of_a_silu_times_another_keeps_no_silu(graph_mode, tmp_path, monkeypatch):
+    x, dy = Tensor(X.reshape(-1)), Tensor(1.0, ms.float32)
+    kept = saved_tensors(compiled_graph(Gated(), [x, dy], tmp_path, monkeypatch))
+    # The sine, the cosine and the product, which the square needs.
+    assert sum(saved.shape == (X.size,) for saved in kept) == 3

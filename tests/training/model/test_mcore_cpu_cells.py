@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
+from tests.support.mcore_networks import TINY, Loss, tiny_qwen3, with_adapters
 from tests.support.networks import assert_close, normal
+from tests.support.saved_tensors import compiled_graph, saved_tensors
 
 SIZES = {
     "num_attention_heads": 4,
@@ -229,3 +231,26 @@ def test_pieces_and_outer_products_and_the_largest(mode, mindformers):
     order = np.argsort(-x, 1)[:, :2]
     assert np.array_equal(places.asnumpy(), order)
     assert np.array_equal(values.asnumpy(), np.take_along_axis(x, order, 1))
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "swiglu", "fusedswiglu"])
+def test_a_feed_forward_network_keeps_no_silu(hidden_act, mindformers, graph_mode, library, tmp_path, monkeypatch):
+    sizes = {"hidden_act": hidden_act.removeprefix("fused"), "bias_swiglu_fusion": hidden_act == "fusedswiglu"}
+    network = with_adapters(tiny_qwen3(**sizes), lora_rank=4, lora_alpha=8, target_modules="all-linear")
+    tokens = Tensor(np.ones((2, TINY["seq_length"]), np.int32))
+    kept = saved_tensors(compiled_graph(Gradients(network), [tokens], tmp_path, monkeypatch))
+    one = 4 * tokens.size * TINY["intermediate_size"]
+    # Gate and up side by side, and their product, which the adapter of the next linear cell needs.
+    assert sum(saved.size for saved in kept if "mlp" in saved.scope and saved.size >= one) == 3 * one
+
+
+class Gradients(nn.Cell):
+    """The gradients of the loss of a network for rows of tokens, which it is to predict."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network, self.weights = Loss(network), ms.ParameterTuple(network.trainable_params())
+        self.gradient = ops.GradOperation(get_by_list=True)
+
+    def construct(self, tokens):
+        return self.gradient(self.network, self.weights)(tokens, tokens)
