@@ -72,7 +72,7 @@ class TrainedEngine:
             network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
         first = next(iter(networks.values()))
-        quantized = _quantize_as(served, first)
+        _quantize_as(served, first)
         share_base(served, first)
         in_training = {name: _linear_cells_by_weight(network) for name, network in networks.items()}
         of_first = next(iter(in_training.values()))
@@ -99,7 +99,7 @@ class TrainedEngine:
         shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(first, trained).items()}
         fingerprint = fingerprints_of(trained)
         cells = ServedCells(linear, shapes, [fingerprint])
-        self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=cells)
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings, cells=cells)
         for name in adapters or ():
             self.engine.adapters.memory.load(name)
             loaded = self.engine.adapters.memory.take(name)
@@ -144,15 +144,12 @@ def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Op
         check_base(Adapter({}, fingerprint=packed.fingerprint), packed.source, lambda: current, "error")
 
 
-def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
-    """Gives the served network, which has no values yet, cells in NF4 where the one in training has; returns whether
-    there are any.
-    """
+def _quantize_as(served: nn.Cell, network: nn.Cell) -> None:
+    """Gives the served network, which has no values yet, cells in NF4 where the one in training has."""
     packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
     cells = {id(cell): cell for cell in linear_cells(served).values() if _there(cell.weight.name, served) in packed}
     prefixes = {key: cell.weight.name.rpartition(".")[0] for key, cell in cells.items()}
     replace_children(served, {key: NF4Dense.from_dense(cell, prefixes[key]) for key, cell in cells.items()})
-    return bool(cells)
 
 
 def _parameters(network: nn.Cell) -> Dict[str, Parameter]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from mindlora.core.errors import AdapterError, NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.core.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
+from mindlora.core.numerics.folding import Rows
 from mindlora.core.numerics.pair_shapes import EXPERTS, Shape
 from mindlora.core.text import listed
 from mindlora.files.adapters import expert_pairs, files, matching
@@ -35,8 +36,8 @@ class ServedLayout:
         fingerprint (callable or None): Takes the paths of the adapted cells and returns the fingerprint of the base's
             weights there (see nn.base_fingerprint.fingerprints_of), for adapters that say on which base they were
             trained; None checks no base. It is called in the thread that prepares.
-        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where there are
-            none in float.
+        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where it is not
+            on a CPU.
         tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
         hidden (int or None): The width of the model, for the heads of classifiers; None takes any.
         experts (int): How many experts a stacked weight among the cells has; 0 where there are none.
@@ -50,7 +51,7 @@ class ServedLayout:
     max_rank: int
     dtype: np.dtype = np.dtype("<f4")
     fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
-    weights: Optional[Mapping[str, np.ndarray]] = None
+    weights: Optional[Mapping[str, Rows]] = None
     tables: Optional[BaseTables] = None
     hidden: Optional[int] = None
     experts: int = 0
@@ -185,7 +186,7 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
     """Raises UnexpectedTensorsError for pairs that no pool can hold, with the way out."""
     variant = adapter.variant
     if variant.row_norms and layout.weights is None:
-        refuse_served(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
+        refuse_served(source, f"{variant.tensors} ({variant.field}), which are served on a CPU alone")
     experts = [path for path in adapter.paths if names.is_expert_weight(path) or expert_pairs.is_single(path)]
     if experts and not layout.experts:
         refuse_served(source, f"pairs of routed experts: {listed(experts)}")
@@ -265,7 +266,7 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
     magnitude = adapter.tensors.get((path, adapter.variant.row_norms))
     if magnitude is None or layout.weights is None:
         return None
-    norms = row_norms(to_float32(layout.weights[path]), *adapter.pair(path), adapter.scale(path))
+    norms = row_norms(layout.weights[path], *adapter.pair(path), adapter.scale(path))
     if not norms.all():
         raise NotFiniteError(
             f"{source} rescales rows of zeros at {path}, which have no direction: DoRA is not defined there. Load the "
