@@ -2,11 +2,9 @@
 
 from typing import Any, Callable, Tuple
 
-import numpy as np
 from mindspore import Tensor, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.core.numerics.integers import HALF, unpack
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, check_fixed_dtypes
 
 
@@ -44,13 +42,8 @@ class IntegerLinear(OperatorCell):
         grad_kernel = CpuKernel(f"Int{bits}LinearGrad", self.inputs)
         self.kernel = CpuKernel(f"Int{bits}Linear", self.inputs, bprop=_gradient(grad_kernel))
 
-        # The numbers in each of the 256 bytes, one or two, and their squares; and the number that a byte is as a zero.
-        bytes_ = np.arange(256, dtype=np.uint8)
-        numbers = unpack(np.repeat(bytes_[:, None], HALF, axis=1), bits).reshape(256, -1, HALF)[:, :, 0]
-        self.numbers = tuple(Tensor(half) for half in numbers.T.astype(np.int32))
-        self.squares = tuple(Tensor(half**2) for half in numbers.T.astype(np.int32))
-        self.zeros = Tensor((bytes_.view(np.int8) if bits == 8 else bytes_).astype(np.int32))
-        self.gather, self.sum, self.stack, self.depend = ops.Gather(), ops.ReduceSum(), ops.Stack(2), ops.Depend()
+        self.norms_kernel = CpuKernel(f"Int{bits}SquaredNorms", self.inputs)
+        self.vector = Tensor([0], mstype.float32)
 
     def construct(self, x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
@@ -60,26 +53,8 @@ class IntegerLinear(OperatorCell):
         return self.kernel(x, codes, zeros, scales)
 
     def squared_norms(self, after: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-        """||W||^2 of each row, float32 [N], read only once ``after`` is computed.
-
-        The sum of (code - zero)^2 of each group is exact, from tables of 256 bytes, so W is not decoded: this takes
-        about 8 bytes for each byte of codes during the call.
-        """
-        at = ops.cast(self.depend(codes, after), mstype.int32)
-        columns = codes.shape[1] * 8 // self.bits // zeros.shape[1]
-        zero = self.gather(self.zeros, ops.cast(zeros, mstype.int32), 0)
-        first, second = self._of_groups(self.numbers, at, zeros), self._of_groups(self.squares, at, zeros)
-        squares = second - 2 * zero * first + columns * zero * zero
-        scales = ops.cast(scales, mstype.float32)
-        return self.sum(ops.cast(squares, mstype.float32) * (scales * scales), 1)
-
-    def _of_groups(self, tables, at, zeros):
-        """Sums over the columns of each group, int32 [N, groups], of what ``tables`` have for a byte's numbers."""
-        halves = ()
-        for table in tables:
-            halves += (self.sum(ops.reshape(self.gather(table, at, 0), (at.shape[0], -1, HALF)), 2),)
-        # In the order of the columns: a block has one half after the other.
-        return self.sum(ops.reshape(self.stack(halves), (at.shape[0], zeros.shape[1], -1)), 2)
+        """||W||^2 of each row, float32 [N], added up as W is decoded; ``after`` is not needed (see Nf4Linear)."""
+        return self.norms_kernel(self.vector, codes, zeros, scales)
 
 
 def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Any, ...]]:

@@ -54,6 +54,7 @@ class Nf4Linear(OperatorCell):
         if self.path == "cpu":
             self.grad_kernel = CpuKernel("Nf4LinearGrad", 5)
             self.grad_like_kernel = CpuKernel("Nf4LinearGradLike", 6)
+            self.norms_kernel = CpuKernel("Nf4SquaredNorms", 5)
         # Primitives, because their functional forms cannot be called in a backward in graph mode.
         self.gather = ops.Gather()
         self.concat = ops.Concat(2)
@@ -102,11 +103,13 @@ class Nf4Linear(OperatorCell):
         return functional.isconstant(x.shape[1]) and x.shape[1] == BLOCK * absmax.shape[1]
 
     def squared_norms(self, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-        """||W||^2 of each row, float32 [N], read only once ``after`` is computed.
+        """||W||^2 of each row, float32 [N].
 
-        The sums of squares of the blocks come from a table of 256 bytes, so W is not decoded: this takes about 4 bytes
-        per weight during the call.
+        The cpu path adds them up as it decodes W. Elsewhere a table has the sum of squares for each byte of codes, which
+        takes about 4 bytes per weight during the call; it begins only once ``after``, of any shape, is computed.
         """
+        if self.path == "cpu":
+            return self.norms_kernel(self.vector, codes, absmax, scales, offsets)
         at = ops.cast(self.depend(codes, after), mstype.int32)
         blocks = (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
         squares = self.sum(ops.reshape(self.gather(self.squares, at, 0), blocks), 2)
