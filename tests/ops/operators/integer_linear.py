@@ -116,7 +116,7 @@ def norms(bits):
         # Numbers are about as large as 2: the codes are far from some zeros.
         terms=lambda k, n, size, held="": 16 * k,
         function=f"Int{bits}SquaredNorms",
-        sizes=(*(size[1:] for size in SIZES[1:]), (192, 9, 32, "float16"), (192, 9, 64, "float32"), (64, 0, 32)),
+        sizes=(*(size[1:] for size in SIZES[1:]), (192, 9, 32, "float16"), (192, 9, 64, "float32")),
         threaded=(576, 1030, 64),
         cell=functools.partial(SquaredNorms, bits),
         cell_sizes=((64, 53, 32), (64, 1, 64), (192, 9, 96)),
