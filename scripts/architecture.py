@@ -1,6 +1,6 @@
-"""Writes three parts of docs/architecture.md: the tree of the package, the order of imports, what each feature costs.
+"""Writes three parts of docs/architecture.md: the package's tree, the order of imports, and the cost of each feature.
 
-The tree has the first docstring line of each folder and root module; the order is that of tests/test_imports.py; the
+The tree has the first docstring line of each folder and root module; the order comes from tests/test_imports.py; the
 costs are files, packages and lines.
 
 python scripts/architecture.py            rewrites all of them
@@ -14,12 +14,12 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mindlora"
 DOCUMENT = ROOT / "docs" / "architecture.md"
-# The test that holds the order of imports, as tables.
+# The test that defines the order of imports, as tables.
 IMPORTS = ROOT / "tests" / "test_imports.py"
-# What stands between these lines of the document is written here.
+# This script writes the text between these lines of the document.
 BEGIN = "<!-- The {} is written by scripts/architecture.py. -->\n"
 END = "\n<!-- End of the {}. -->"
-# Feature -> the modules that are there for it alone, as patterns below mindlora/.
+# Feature -> the modules that serve only this feature, as patterns below mindlora/.
 FEATURES = {
     "AdaLoRA": ("training/adalora/*.py", "**/adalora.py", "core/numerics/rank_schedule.py"),
     "aLoRA": ("**/invocation.py",),
@@ -39,21 +39,21 @@ FEATURES = {
 
 
 def tree() -> str:
-    """Returns the tree: the modules of the root, and the packages, with the first line of their docstrings."""
+    """Returns the tree: the root's modules and the packages, with the first lines of their docstrings."""
     modules = [path for path in sorted(PACKAGE.glob("*.py")) if path.name not in ("__init__.py", "__main__.py")]
     lines = [f"  {module.name}  {first_line(module)}" for module in modules]
     return "\n".join(["mindlora/", *lines, *_packages(PACKAGE, 1)])
 
 
 def _packages(folder, depth):
-    """Yields a line for each package in a folder, and for those in it."""
+    """Yields a line for each package in a folder, recursively."""
     for package in sorted(path.parent for path in folder.glob("*/__init__.py")):
         yield f"{'  ' * depth}{package.name}/  {first_line(package / '__init__.py')}"
         yield from _packages(package, depth + 1)
 
 
 def first_line(module: pathlib.Path) -> str:
-    """Returns the first line of a module's docstring, without the module's name before it and the full stop after it.
+    """Returns the first line of a module's docstring, without the leading name and the final full stop.
 
     Raises:
         SystemExit: The module has no docstring.
@@ -66,7 +66,7 @@ def first_line(module: pathlib.Path) -> str:
 
 
 def order() -> str:
-    """Returns the order of imports as the test's tables have it, and which rooms work without MindSpore."""
+    """Returns the order of imports from the test's tables, and the rooms that work without MindSpore."""
     tables = {}
     for statement in ast.parse(IMPORTS.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]).isupper():
@@ -91,7 +91,7 @@ def costs() -> str:
 
 
 def replaced(text: str, part: str, content: str) -> str:
-    """Returns the document with new content between the lines around a part; raises SystemExit if it lacks them."""
+    """Returns the document with new content between a part's marks; raises SystemExit if the marks are missing."""
     begin, end = BEGIN.format(part), END.format(part)
     before, found, rest = text.partition(begin)
     _, ended, after = rest.partition(end)

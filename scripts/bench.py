@@ -1,4 +1,4 @@
-"""Measures mindlora: speed, memory, bytes and losses, each beside what it is compared with.
+"""Measures mindlora's speed, memory, bytes and losses, each against a baseline.
 
 python scripts/bench.py --list                          what can be measured
 python scripts/bench.py NAME --help                     how it is measured, and the options
@@ -14,8 +14,8 @@ from typing import List
 
 from bench import common
 
-# One module of scripts/bench each. It has `add_options(parser)`, `run(args)`, which prints tables and returns figures,
-# and, if it measures in processes of its own, `child(args, words)`, which is what these do.
+# Each is a module of scripts/bench. It has `add_options(parser)`, `run(args)`, which prints tables and returns figures,
+# and, if it measures in child processes, `child(args, words)`, which these processes run.
 BENCHMARKS = (
     "ops",
     "train",
@@ -35,7 +35,7 @@ BENCHMARKS = (
 
 
 def main() -> None:
-    """Runs the benchmark that the command line names, or lists all."""
+    """Runs the benchmark that the command line names, or lists all benchmarks."""
     words = sys.argv[1:]
     if words and words[0] in BENCHMARKS:
         run(words[0], words[1:])
@@ -56,7 +56,7 @@ def subject(name: str) -> str:
 
 
 def run(name: str, words: List[str]) -> None:
-    """Runs a benchmark with the rest of the command line, and writes its figures to the file of --json."""
+    """Runs a benchmark with the rest of the command line, and writes its figures to the --json file."""
     benchmark = importlib.import_module(f"bench.{name}")
     parser = common.parser(benchmark.__doc__, prog=f"bench.py {name}")
     parser.add_argument("--quick", action="store_true", help="small shapes and few rounds, to check that it runs")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake; no
-# NPU and no driver. docs/ascend/build.md has the steps around it.
+# Builds the Ascend C kernels into an operator package of CANN and installs it. Needs CANN 8.3 or newer and cmake;
+# neither an NPU nor a driver. docs/ascend/build.md has the steps around it.
 #   bash scripts/build_ascend.sh                              for Atlas A2 and A3
 #   bash scripts/build_ascend.sh --soc ascend910b             for Atlas A2 alone
 #   bash scripts/build_ascend.sh --install-path /opt/mindlora into another folder than mindlora/ops/lib/ascend
@@ -15,7 +15,7 @@ SOCS="ascend910b,ascend910_93"
 INSTALL_PATH=$ROOT/mindlora/ops/lib/ascend
 KERNEL_OPTIONS=
 OLDEST=8.3
-# What CANN's installation guide and its own packages (te) ask of python3, as pip calls it, by the module that it brings.
+# Packages that CANN's installation guide and its own packages (te) require of python3: module -> pip's name.
 CANN_PACKAGES="attrs=attr cython=Cython numpy=numpy decorator=decorator sympy=sympy cffi=cffi pyyaml=yaml \
 pathlib2=pathlib2 psutil=psutil protobuf=google.protobuf scipy=scipy requests=requests absl-py=absl \
 cloudpickle=cloudpickle ml-dtypes=ml_dtypes tornado=tornado jinja2=jinja2"
@@ -39,7 +39,7 @@ check_socs() {
     done
 }
 
-# Prints the version that the toolkit's files name, or nothing.
+# Prints the version in the toolkit's files, or nothing.
 cann_version() {
     local file
     for file in "$CANN"/*/ascend_toolkit_install.info "$CANN"/ascend_toolkit_install.info "$CANN"/version.info \
@@ -63,14 +63,15 @@ check_version() {
     echo "CANN $version at $CANN"
 }
 
-# Without a driver, as in a container, CANN's tools find stubs of its libraries here. Last, so that a driver's come first.
+# Without a driver, as in a container, CANN's tools find stubs of its libraries here. The stubs come last, after a
+# driver's libraries.
 add_stub_libraries() {
     local stubs
     stubs=$CANN/$(uname -m)-linux/devlib
     [ ! -d "$stubs" ] || export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$stubs"
 }
 
-# Prints the names of CANN_PACKAGES that python3 lacks; not all versions of CANN need all of them. CANN's compiler runs
+# Prints the CANN_PACKAGES that python3 lacks; not all versions of CANN need all of them. CANN's compiler runs
 # on the python3 of PATH, which is often MindSpore's and not the one for which CANN was installed.
 missing_packages() {
     # shellcheck disable=SC2086
@@ -89,7 +90,7 @@ print(*(name for name, module in pairs if missing(module)))
 END
 }
 
-# Prints what this machine lacks, a line each.
+# Prints the build requirements that this machine lacks, one per line.
 print_missing() {
     local packages
     if ! (find_cann "$OLDEST") > /dev/null 2>&1; then
@@ -102,13 +103,13 @@ print_missing() {
     fi
 }
 
-# Runs a command of the build, and keeps what it prints.
+# Runs a command of the build, and keeps its output.
 logged() {
     "$@" 2>&1 | tee -a "$LOG"
     return "${PIPESTATUS[0]}"
 }
 
-# Prints the first error that a command of the build printed, CMake's with the lines that explain it.
+# Prints the first error in the build's output, CMake's with its explanation.
 first_error() {
     awk '
         !hit && !/^-- / && /(CMake Error|[Ee]rror:|ERROR|[Nn]ot found|No such file)/ {
@@ -126,7 +127,8 @@ first_error() {
     ' "$LOG"
 }
 
-# PyNative's own way to the kernels, a module for the MindSpore of python3. Without it ops.Custom serves PyNative too.
+# Builds PyNative's own path to the kernels, a module for python3's MindSpore. Without it, ops.Custom serves PyNative
+# too.
 build_pynative_module() {
     if ! python3 -c 'import importlib.util as util, sys; sys.exit(util.find_spec("mindspore") is None)'; then
         echo "note: python3 has no MindSpore"
@@ -152,7 +154,7 @@ check_version
 add_stub_libraries
 command -v cmake > /dev/null || fail "cmake was not found: install it (3.16 or newer)."
 command -v "${CXX:-g++}" > /dev/null || fail "${CXX:-g++} was not found: install g++ for the host side of the kernels."
-# Before the build, which takes minutes.
+# Checked before the build, which takes minutes.
 mkdir -p "$INSTALL_PATH" && [ -w "$INSTALL_PATH" ] ||
     fail "$INSTALL_PATH cannot be written to: name another folder with --install-path."
 

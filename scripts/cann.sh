@@ -6,8 +6,8 @@ fail() {
     exit 1
 }
 
-# Sets CANN to the folder of the toolkit, with its environment. MINDLORA_CANN_FOLDERS: where it may be otherwise. $1: the
-# oldest version that will do.
+# Sets CANN to the toolkit's folder, and sources its environment. MINDLORA_CANN_FOLDERS: other folders to search. $1:
+# the oldest supported version.
 find_cann() {
     local folder script looked=""
     CANN=
@@ -21,7 +21,7 @@ find_cann() {
         "its set_env.sh."
     if [ -z "${ASCEND_HOME_PATH:-}" ]; then
         for script in "$CANN/set_env.sh" "$CANN/../set_env.sh"; do
-            # CANN's script may end in a test that is false: with -e that would end this one without a word.
+            # CANN's script may end with a false test, which under -e would end this script silently.
             # shellcheck disable=SC1090
             if [ -f "$script" ]; then set +eu; source "$script"; set -eu; break; fi
         done
@@ -29,8 +29,8 @@ find_cann() {
     fi
 }
 
-# Sets PYTHON to the one that it names, or to python or python3 of PATH: the first that has MindSpore, else the first
-# that is new enough. A host may have python3 alone, or a python that is Python 2.
+# Sets PYTHON to the program that it names, or to python or python3 on PATH: the first with MindSpore, else the first
+# that is new enough. A host may have only python3, or a python that is Python 2.
 find_python() {
     local program usable="" programs=(python python3)
     if [ -n "${PYTHON:-}" ]; then programs=("$PYTHON"); fi

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Calls each Ascend C operator through CANN alone, without MindSpore, on golden files that NumPy computed; prints PASS or
-# the first wrong index. Needs CANN, an NPU, g++, a Python with NumPy, and what scripts/build_ascend.sh installs.
+# the first wrong index. Needs CANN, an NPU, g++, a Python with NumPy, and the package of scripts/build_ascend.sh.
 #   bash scripts/check_aclnn.sh                          all operators, all dtypes
 #   bash scripts/check_aclnn.sh lora_delta nf4_dequantize
 #   bash scripts/check_aclnn.sh --repeat 1000            each file so often; every round must have the same bits
 #   bash scripts/check_aclnn.sh --build-only --small     programs and few files, for CANN's tools: docs/ascend_tools.md
 #   --device N, --timeout SECONDS (of one call, 60; -1 for none), --acl FILE (for aclInit)   go to the programs
 #   --package FOLDER   the operator package, if it is neither on ASCEND_CUSTOM_OPP_PATH nor where build_ascend.sh puts it
-# Programs and files are in build/aclnn_check. It takes the python or python3 of PATH, or what PYTHON names.
+# Programs and files are in build/aclnn_check. It uses python or python3 on PATH, or the program that PYTHON names.
 set -eu
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -38,10 +38,10 @@ compile() {
         fail "the programs do not compile against $PACKAGE and $CANN: what g++ printed says why."
 }
 
-# Libraries of the driver are looked for when a program runs, not when it is linked.
+# The driver's libraries are located when a program runs, not when it is linked.
 build() {
     local op libraries=(-lcust_opapi -lnnopbase -lascendcl)
-    # From CANN 8.5 on it has the functions aclrt...
+    # From CANN 8.5 on, this library has the functions aclrt...
     if [ -e "$CANN/lib64/libacl_rt.so" ]; then libraries+=(-lacl_rt); fi
     compile -c "$ROOT/ops/ascendc_check/check.cc" -o "$BUILD/check.o"
     for op; do
@@ -92,7 +92,7 @@ failed=
 for op in "${OPERATORS[@]}"; do
     code=0
     "$BUILD/$op" ${GIVEN[@]+"${GIVEN[@]}"} "$BUILD/golden/$op"/*.golden || code=$?
-    # It has said why it cannot be tried: no device, or a wrong option.
+    # The program has printed why it cannot run: no device, or a wrong option.
     [ $code -ne 2 ] || exit 2
     [ $code -eq 0 ] || failed="$failed $op"
 done

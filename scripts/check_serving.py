@@ -1,17 +1,17 @@
-"""Many mixed requests to the serving engine, on a small random model: is each answer what it is alone?
+"""Compares the engine's answers to many mixed requests on a small random model with those to each request alone.
 
     python scripts/check_serving.py --requests 1000 --model qwen3-moe
 
 Requests of all kinds (tests/support/mixed_kinds.py: drawn, constrained, biased, scored, read, ...) for the base and for
 adapters of many kinds arrive at random times (by --seed). The engine is too small for them, so that requests are
-preempted and computed again, adapters lose their slots, and beginnings of prompts come from the cache; some requests
-are cancelled. Each answer, its log-probabilities and vectors are compared with those of the same request alone in an
-engine with an empty cache. On a Llama in float32, likeliest tokens are also compared with those of MindFormers' plain
-network, without a cache, on merged weights. Where two logits are nearer than 1e-3, either token is right. Marked
-adapters of the Llama say one token whatever they are asked, so that what reaches a request from another shows. At the
-end all blocks and slots must be free.
+preempted and recomputed, adapters lose their slots, and prefixes of prompts come from the cache; some requests are
+cancelled. Each answer, its log-probabilities and vectors are compared with those of the same request alone in an engine
+with an empty cache. On a Llama in float32, the most likely tokens are also compared with those of MindFormers' plain
+network, without a cache, on merged weights. If two logits differ by less than 1e-3, either token is right. Marked
+adapters of the Llama always say one token, so that leaks between requests show. At the end, all blocks and slots must
+be free.
 
-The exit code is 1 if an answer is wrong, something is not given back, or one of these events did not happen.
+The exit code is 1 if an answer is wrong, a block or slot is not released, or one of these events did not happen.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-# As mindlora-run sets it, before MindSpore is imported.
+# mindlora-run sets this too; it must precede the import of MindSpore.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

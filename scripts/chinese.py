@@ -1,9 +1,9 @@
-"""Says which pages in Chinese (docs/zh-CN) were written from an earlier form of their English page, and marks them.
+"""Lists the pages in Chinese (docs/zh-CN) that are based on an earlier version of their English page, and marks pages.
 
 The last line of a page in Chinese is its mark: the English page and Git's hash of it, as `git hash-object` computes it.
 
 python scripts/chinese.py                             names the pages whose English page has changed since
-python scripts/chinese.py --renew docs/zh-CN/data.md  writes the mark of the English page as it is now
+python scripts/chinese.py --renew docs/zh-CN/data.md  writes the mark of the current English page
 """
 
 import argparse
@@ -19,7 +19,7 @@ MARK = re.compile(r"\n<!-- From (\S+) at ([0-9a-f]{40})\. -->\n\Z")
 
 
 def pages() -> list[str]:
-    """Returns the paths of the pages in Chinese, from the top of the checkout."""
+    """Returns the paths of the pages in Chinese, relative to the checkout."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / CHINESE).glob("**/*.md"))
 
 
@@ -29,13 +29,13 @@ def english(page: str) -> str:
 
 
 def blob(path: str) -> str:
-    """Returns Git's hash of a file as it is now, committed or not."""
+    """Returns Git's hash of a file's current content, committed or not."""
     content = (ROOT / path).read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 def outdated(page: str) -> str:
-    """Returns what is wrong with a page's mark and what to do, or an empty text."""
+    """Returns the fault of a page's mark and the remedy, or an empty text."""
     source = english(page)
     mark = MARK.search((ROOT / page).read_text(encoding="utf-8"))
     if not (ROOT / source).is_file():
@@ -50,7 +50,7 @@ def outdated(page: str) -> str:
 
 
 def renew(page: str) -> None:
-    """Writes the mark of the English page as it is now into a page in Chinese, atomically."""
+    """Writes the mark of the current English page into a page in Chinese, atomically."""
     path = ROOT / page
     text = MARK.sub("", path.read_text(encoding="utf-8")).rstrip("\n")
     beside = path.with_suffix(".new")
@@ -59,7 +59,7 @@ def renew(page: str) -> None:
 
 
 def main() -> None:
-    """Names the outdated pages, or renews the marks of those named."""
+    """Lists the outdated pages, or renews the marks of the given pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--renew", nargs="+", metavar="PAGE", default=[], help="pages such as docs/zh-CN/data.md")
     for page in parser.parse_args().renew:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the documentation with the API reference into site/; a warning is an error. The environment is the linters'.
+# Builds the documentation with the API reference into site/; a warning is an error. It uses the linters' environment.
 #   bash scripts/docs.sh            builds
 #   bash scripts/docs.sh serve      builds, serves at http://127.0.0.1:8000, and follows changes
 set -euo pipefail
@@ -7,8 +7,8 @@ set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 make_lint_environment
 cd "$ROOT"
-# The theme warns of a MkDocs 2.0 that docs/requirements.txt does not take.
+# The theme warns of MkDocs 2.0, which docs/requirements.txt excludes.
 export NO_MKDOCS_2_WARNING=true
 if [ "${1:-build}" = serve ]; then exec "$LINT/mkdocs" serve; fi
-# Not --quiet: it keeps warnings from --strict too, which then ends every build well.
+# Not --quiet: it also hides warnings from --strict, which would then pass every build.
 "$LINT/mkdocs" build --strict 2>&1 | { grep -v "^INFO" || true; }

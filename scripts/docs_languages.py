@@ -1,7 +1,7 @@
-"""What MkDocs calls (hooks in mkdocs.yml) so that one site has two languages: docs/ in English, docs/zh-CN/ in Chinese.
+"""MkDocs hooks (see mkdocs.yml) for a site in two languages: docs/ in English, docs/zh-CN/ in Chinese.
 
-The theme takes one language for a site. Here each page gets its own: the theme's words, the navigation, the pages
-before and after it, and a switch to the same page in the other language, or to its index where there is none.
+The theme supports one language per site. These hooks give each page its own: the theme's words, the navigation, the
+previous and next pages, and a switch to the same page in the other language, or to that language's index.
 """
 
 import copy
@@ -16,12 +16,12 @@ def in_chinese(page):
 
 
 def on_startup(**_):
-    """Silences jieba, which cuts Chinese texts into words for the search and reports it as a warning would be."""
+    """Silences jieba, which splits Chinese texts into words for the search and logs that like a warning."""
     logging.getLogger("jieba").setLevel(logging.WARNING)
 
 
 def on_nav(nav, **_):
-    """Parts the last English page from the first one in Chinese."""
+    """Separates the last English page from the first Chinese page."""
     for page in nav.pages:
         following = page.next_page
         if following and in_chinese(page) != in_chinese(following):

@@ -1,4 +1,4 @@
-"""What MkDocs calls (hooks in mkdocs.yml): links to files outside of docs/, which the site lacks, become paths."""
+"""MkDocs hooks (see mkdocs.yml): turn links to files outside docs/, which the site lacks, into paths."""
 
 import posixpath
 import re
@@ -7,7 +7,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown, page, **_):
-    """Returns a page's Markdown, in which a link to a file of the repository is its words and the file's path."""
+    """Returns a page's Markdown, with each link to a repository file replaced by its text and the file's path."""
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def shown(match):

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: makes the project's virtual environment where it is missing and sets $PYTHON.
+# Sourced by the other scripts: creates the project's virtual environment if it is missing and sets $PYTHON.
 #
 #   MINDLORA_VENV    where the environment stands         (default: .venv in the checkout)
 #   MINDLORA_STACK   ms29: MindSpore 2.9.0 + MindFormers 1.9.0 (default); ms27: 2.7.2 + 1.8.0;
-#                    ms210: 2.10.0 + 2.1.0; ms210-mf20: 2.10.0 + 2.0.0, for graph mode alone
+#                    ms210: 2.10.0 + 2.1.0; ms210-mf20: 2.10.0 + 2.0.0, only for graph mode
 #   MINDLORA_PYTHON  the Python to make it with           (default: the first of python3.11 ... python3 that fits)
 #
 # For tests/peers a second environment holds PyTorch and PEFT:
@@ -35,9 +35,9 @@ CLIENTS_VENV=${MINDLORA_CLIENTS_VENV:-$ROOT/.venv-clients}
 TRACKERS_VENV=${MINDLORA_TRACKERS_VENV:-$VENV-trackers}
 LINT_VENV=${MINDLORA_LINT_VENV:-$ROOT/.venv-lint}
 
-# Worker threads that spin between kernels cost more than they gain on few cores.
+# On few cores, worker threads that spin between kernels cost more than they gain.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-0}
-# MindSpore's own log: errors alone.
+# MindSpore's own log: only errors.
 export GLOG_v=${GLOG_v:-3}
 
 find_python() {
@@ -54,7 +54,7 @@ find_python() {
     return 1
 }
 
-# Prints the MindFormers of a stack that pip cannot resolve, because no registry has what it requires.
+# Prints a stack's MindFormers if pip cannot resolve it, because no registry has its requirements.
 mindformers_without_dependencies() {
     case $STACK in
         ms210) echo mindformers==2.1.0 ;;
@@ -62,7 +62,7 @@ mindformers_without_dependencies() {
     esac
 }
 
-# Installs the checkout, editable, with the extras that are named; does nothing where that was done before.
+# Installs the checkout, editable, with the given extras; does nothing if that was done before.
 make_environment() {
     local wanted python installed extras=
     wanted="$STACK $(cat "$ROOT/setup.py" "$ROOT/pyproject.toml" "$ROOT"/scripts/ms210*-requirements.txt | cksum)"
@@ -83,7 +83,7 @@ make_environment() {
     echo "Environment ready."
 }
 
-# has_all LIST NAMES: returns whether a list, separated by commas, holds all of some names.
+# has_all LIST NAMES: returns whether a comma-separated list holds all the names.
 has_all() {
     local name
     for name in ${2//,/ }; do
@@ -94,12 +94,13 @@ has_all() {
 # The environment in which tests run; tests/peers need a second one.
 make_tests_environment() { make_environment test,plot,data; }
 
-# Installs into the environment, without setuptools' word of caution about editable installations.
+# Installs into the environment, without setuptools' warning about editable installations.
 pip_install() {
     PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# Installs the checkout beside a MindFormers that pip cannot resolve: the lines of docs/installation.md, and the extras.
+# Installs the checkout and a MindFormers that pip cannot resolve: the commands of docs/installation.md, plus the
+# extras.
 install_without_dependencies() {
     local extras
     pip_install --requirement "$ROOT/scripts/$STACK-requirements.txt" || return 1
@@ -112,7 +113,7 @@ install_without_dependencies() {
     fi
 }
 
-# Makes the environment of tests/peers and sets $MINDLORA_PEERS_PYTHON; does nothing where that was done before.
+# Creates the environment of tests/peers and sets $MINDLORA_PEERS_PYTHON; does nothing if that was done before.
 # On Linux the registry's torch may bring several GB of CUDA packages, which the tests do not use. To avoid them,
 # install a CPU build of the pinned version there first, or name an index of CPU builds in PIP_EXTRA_INDEX_URL:
 # which one is the user's choice.
@@ -122,14 +123,14 @@ of several GB, which the tests do not use; without them: bash scripts/test.sh --
 torch there first ..."
 }
 
-# Makes the environment of tests/clients and sets $MINDLORA_CLIENTS_PYTHON; does nothing where that was done before.
+# Creates the environment of tests/clients and sets $MINDLORA_CLIENTS_PYTHON; does nothing if that was done before.
 make_clients_environment() {
     make_other_environment clients "$CLIENTS_VENV" MINDLORA_CLIENTS_PYTHON "It is a download of about 150 MB ..."
 }
 
-# Makes the environment of tests/trackers, where make_tests_environment has made that of the stack, and sets
-# $MINDLORA_TRACKERS_PYTHON; does nothing where that was done before. Trackers work in the process that trains, so what
-# they do not bring is the stack's.
+# Creates the environment of tests/trackers, after make_tests_environment has created the stack's, and sets
+# $MINDLORA_TRACKERS_PYTHON; does nothing if that was done before. Trackers run in the training process, so packages
+# that they do not bring come from the stack.
 make_trackers_environment() {
     if [ -z "${MINDLORA_TRACKERS_PYTHON:-}" ] && [ ! -x "$TRACKERS_VENV/bin/python" ]; then
         "$PYTHON" -m venv "$TRACKERS_VENV" || return 1
@@ -153,7 +154,7 @@ make_other_environment() {
             return
         fi
         echo "Making the environment $venv with $("$python" --version) for tests/$1. $4"
-        # What is there already stays: it may be a CPU build of torch.
+        # Installed packages stay: torch may be a CPU build.
         [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$requirements" || return 1
         echo "$wanted" > "$venv/$1-installed"
@@ -162,7 +163,7 @@ make_other_environment() {
     export "$3=$venv/bin/python"
 }
 
-# Makes the environment of the linters and of the documentation and sets $LINT, the folder of its programs.
+# Creates the environment of the linters and the documentation and sets $LINT, the folder of its programs.
 make_lint_environment() {
     local wanted python
     wanted=$(cat "$ROOT/scripts/lint-requirements.txt" "$ROOT/docs/requirements.txt" | cksum)

@@ -1,4 +1,4 @@
-"""Prints what the extras of the installed mindlora require, without what mindlora itself requires.
+"""Prints the requirements of the installed mindlora's extras, without mindlora's own requirements.
 
 python scripts/extra_requirements.py test,data
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the linters, the formatters' checks, the type checker and the check of workflows, in an environment of their own
-# that is made where it is missing (without MindSpore). Fails on any finding.
+# Runs the linters, the formatters' checks, the type checker and the workflow check, in a separate environment (without
+# MindSpore) that is created if missing. Fails on any finding.
 #   bash scripts/lint.sh         only looks
 #   bash scripts/lint.sh --fix   also lets ruff and clang-format change files
 set -eu
@@ -23,5 +23,5 @@ fi
 "$LINT/shellcheck" --external-sources "${SHELL_SCRIPTS[@]}"
 "$LINT/mypy"
 "$LINT/check-jsonschema" --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
-# Versions stay open: those of Debian's packages, and of what setup.py bounds.
+# Some versions stay unpinned: those of Debian's packages, and of packages that setup.py bounds.
 "$LINT/hadolint" --ignore DL3008 --ignore DL3013 scripts/docker/*

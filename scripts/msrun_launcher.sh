@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a command on several devices with msrun. The positional arguments are those of MindFormers' msrun_launcher.sh.
-# It waits for the workers, unless JOIN is False, and returns msrun's exit code, which is not 0 when one of them failed.
+# Starts a command on several devices with msrun. It takes the positional arguments of MindFormers' msrun_launcher.sh.
+# It waits for the workers, unless JOIN is False, and returns msrun's exit code, which is not 0 if one of them failed.
 set -u
 
 WORKER_NUM=8
@@ -62,12 +62,12 @@ check_number CLUSTER_TIME_OUT "$CLUSTER_TIME_OUT" 1 999999999
 [[ -n $LOG_DIR ]] || fail "LOG_DIR is empty."
 ((10#$WORKER_NUM > 1)) || fail "one worker needs no msrun: python $1"
 
-# msrun starts the workers with the python that PATH finds first.
+# msrun starts the workers with the first python on PATH.
 PYTHON=$(command -v python || command -v python3) || fail "no python in PATH: activate the environment with MindSpore."
 "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("mindspore") is None)' \
     || fail "$PYTHON has no mindspore: activate the environment that has it."
 
-# Split as a shell would, with quotes, but without running or expanding anything: '.*wq|.*wk' stays what it is.
+# Split as by a shell, with quotes, but without executing or expanding anything: '.*wq|.*wk' stays unchanged.
 mapfile -d '' -t ORDER < <("$PYTHON" -c 'import shlex, sys
 sys.stdout.write("".join(word + "\0" for word in shlex.split(sys.argv[1])))' "$1" 2>/dev/null)
 [[ ${ORDER[0]:-} == python || ${ORDER[0]:-} == python3 ]] && ORDER=("${ORDER[@]:1}")
@@ -80,7 +80,7 @@ sys.stdout.write("".join(word + "\0" for word in shlex.split(sys.argv[1])))' "$1
     "$(basename "$PYTHON")" "${ORDER[@]}"
 CODE=$?
 if ((CODE != 0)); then
-    # The first worker that fails ends the others, whose logs may then be empty.
+    # The first failing worker ends the others, whose logs may then be empty.
     FAILED=$(grep -lE '^mindlora-run: (error|interrupted)' "$LOG_DIR"/worker_*.log 2>/dev/null | head -n 1)
     FAILED=${FAILED:-$(grep -lE 'Error|Traceback' "$LOG_DIR"/worker_*.log 2>/dev/null | head -n 1)}
     echo "msrun_launcher.sh: error: msrun ended with exit code $CODE, see ${FAILED:-$LOG_DIR/worker_*.log}." >&2

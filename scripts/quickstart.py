@@ -1,4 +1,4 @@
-"""The quickstart: prepares data, trains a tiny base, fine-tunes it with LoRA through a YAML, and shows what changed."""
+"""The quickstart: prepares data, trains a tiny base, fine-tunes it with LoRA through a YAML, and shows the change."""
 
 import argparse
 import contextlib
@@ -13,16 +13,16 @@ import sys
 import time
 from typing import List, Sequence
 
-# Before transformers is imported: it would warn that there is no PyTorch, which nothing here needs.
+# Set before transformers is imported, which would warn about PyTorch's absence; nothing here needs PyTorch.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# MindSpore warns of parts of MindFormers' models that it leaves out, as they are not used.
+# MindSpore warns about unused parts of MindFormers' models that it leaves out.
 os.environ.setdefault("GLOG_v", "3")
 
 import yaml
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
-# What --model takes -> what the model is called.
+# Value of --model -> name of the model.
 MODELS = {"qwen3": "Qwen3", "llama": "Llama"}
 TEMPLATE = "{instruction}\n"
 VOCABULARY, SEQUENCE, HELD_OUT, COPIES = 1000, 64, 0.1, 8
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 class Paths:
-    """Where the quickstart reads and writes. The base is cached under a hash of all that it depends on."""
+    """The quickstart's paths. The base is cached under a hash of everything that it depends on."""
 
     def __init__(self, output, short, model="qwen3"):
         self.output = output
@@ -84,7 +84,7 @@ class Paths:
 
 
 def prepare_data(paths: Paths) -> None:
-    """Writes tokenizer and MindRecords, unless an earlier run did."""
+    """Writes the tokenizer and the MindRecords, unless an earlier run did."""
     if os.path.exists(paths.held_out):
         return
     shutil.rmtree(paths.cache, ignore_errors=True)
@@ -99,7 +99,7 @@ def prepare_data(paths: Paths) -> None:
     seen = rows[: -round(len(rows) * HELD_OUT)]
     spoken = [TEMPLATE.format(**row) + row["output"] for row in seen]
     tokenizer = tokenizers.train_tokenizer([base_text] + spoken, VOCABULARY, paths.tokenizer)
-    # Copies in other orders, so that no answer is learned from the paragraph before it.
+    # Copies in different orders, so that no answer is learned from the preceding paragraph.
     paragraphs = base_text.strip().split("\n\n")
     shuffle = random.Random(1)
     shuffled = os.path.join(paths.cache, "base_shuffled.txt")
@@ -107,7 +107,7 @@ def prepare_data(paths: Paths) -> None:
         for _ in range(COPIES):
             file.write("\n\n".join(shuffle.sample(paragraphs, len(paragraphs))) + "\n\n")
     text.convert_text(shuffled, paths.base_text, tokenizer, SEQUENCE, paragraphs=True)
-    # The last dialogues are held out, not drawn, because the tokenizer must not have seen them either.
+    # The last dialogues are held out, instead of random ones, because the tokenizer must not have seen them either.
     for output, part in ((paths.dialogues, seen), (paths.held_out, rows[len(seen) :])):
         source = os.path.splitext(output)[0] + ".json"
         with open(source, "w", encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def train_base(paths: Paths, short: bool) -> None:
     saved = os.path.join(paths.base_run, "checkpoint", "rank_0")
     weights = (entry.path for entry in os.scandir(saved) if entry.name.endswith((".ckpt", ".safetensors")))
     newest = max(weights, key=os.path.getmtime)
-    # The folder that a model from Hugging Face is: config.json, weights, and the tokenizer, which comes last.
+    # A folder in Hugging Face's form: config.json, weights, and the tokenizer, which comes last.
     made = f"{paths.base}.new"
     shutil.rmtree(made, ignore_errors=True)
     Command("convert.log", "base", "convert", newest, made, "--to", "hf", "--config", paths.base_yaml).report()
@@ -140,7 +140,7 @@ def train_lora(paths: Paths, short: bool) -> None:
     shutil.rmtree(paths.lora_run, ignore_errors=True)
     with open(paths.lora_yaml, encoding="utf-8") as file:
         config = yaml.safe_load(file)
-    # Before LoraCheckpoint, for the report: how well it does on what it does not learn, and how each adapter fares.
+    # Before LoraCheckpoint, for the report: the held-out loss, and the adapters' health.
     watching = [
         {"type": "HeldOutLoss", "dataset_dir": paths.held_out, "every_steps": 50},
         {"type": "AdapterHealth", "every_steps": 25},
@@ -163,7 +163,7 @@ def train_lora(paths: Paths, short: bool) -> None:
 
 
 def launch(config: str, output: str, log: str, *flags: str) -> None:
-    """Runs what a user types, mindlora-run --config YAML ...: its log to a file, its progress bar to the screen."""
+    """Runs mindlora-run --config YAML ... as a user would: its log goes to a file, its progress bar to the screen."""
     run(
         [sys.executable, "-m", "mindlora.training.launch.launcher", "--config", config, "--output_dir", output, *flags],
         log,
@@ -178,7 +178,7 @@ def run(command: List[str], log: str) -> None:
 
 
 class Command:
-    """What a user types, mindlora VERB ..., in a process of its own; what it says meanwhile goes to ``log``, a file."""
+    """A command mindlora VERB ... as a user types it, in a separate process; its stderr goes to the file ``log``."""
 
     def __init__(self, log: str, *words: str):
         self.words = words
@@ -188,7 +188,7 @@ class Command:
         self.log = os.path.abspath(log)
 
     def report(self) -> str:
-        """Waits for its end, and returns what it printed."""
+        """Waits for the command's end, and returns its output."""
         printed, _ = self.process.communicate()
         if self.process.returncode != 0:
             sys.exit(f"quickstart: mindlora {' '.join(self.words[:2])} ... failed; see {self.log}")
@@ -196,15 +196,15 @@ class Command:
 
 
 def evaluate(paths: Paths, adapter: str) -> None:
-    """Prints held-out loss and three answers, of the base alone and with the adapter, and adds them to the report."""
+    """Prints the held-out loss and three answers, without and with the adapter, and adds them to the report."""
     of_both = ("--model", paths.base, "--adapter", adapter, "--json")
-    # Side by side.
+    # The two run side by side.
     measured = Command("eval.log", "eval", *of_both, "--rows", paths.held_out)
     questions = ("--template", TEMPLATE, "--prompts-file", os.path.join(TEXTS, "prompts.json"))
     asked = Command("generate.log", "generate", *of_both, "--base", *questions)
     found = json.loads(measured.report())["measures"][0]["values"]
     losses = [math.log(found[name]["value"]) for name in ("base", "best")]
-    # Base and adapter answer each prompt in turn.
+    # The base and the adapter answer each prompt in turn.
     answers = json.loads(asked.report())["answers"]
     texts = [answer["text"].split("\n")[0].strip() for answer in answers]
     prompts, of_base, of_adapter = [answer["prompt"] for answer in answers[::2]], texts[::2], texts[1::2]
@@ -217,7 +217,7 @@ def evaluate(paths: Paths, adapter: str) -> None:
 def add_to_report(
     paths: Paths, adapter: str, losses: Sequence[float], prompts: Sequence[str], answers: Sequence[Sequence[str]]
 ) -> None:
-    """Adds what base and adapter reached to the run's history, before the first step and at the adapter's."""
+    """Adds the base's results before the first step, and the adapter's at its step, to the run's history."""
     from mindlora.training.report import write_report
     from mindlora.training.report.history import HistoryWriter
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what a release consists of into dist/: the source distribution, and a wheel for x86-64 and one for aarch64 that
-# hold the library of the CPU operators. Checks each, and publishes nothing (CONTRIBUTING.md says how to).
+# Builds the files of a release into dist/: the source distribution, and wheels for x86-64 and aarch64 with the library
+# of the CPU operators. Checks each of them, and publishes nothing (CONTRIBUTING.md says how).
 #   bash scripts/release.sh            builds and checks; MindSpore is installed five times, a download of about 1 GB each
 #   bash scripts/release.sh --check    only says whether the checkout can be released
 #
@@ -12,7 +12,7 @@ WORK=$ROOT/build/release
 TOOLS=$WORK/tools/bin
 DIST=$ROOT/dist
 read -ra PYTHONS <<< "${MINDLORA_RELEASE_PYTHONS:-python3.9 python3.10 python3.11 python3.12}"
-# That of Ubuntu 18.04. A wheel that asks for more was built with a newer compiler than Debian 12's.
+# Ubuntu 18.04's glibc. A wheel that needs a newer one was built with a newer compiler than Debian 12's.
 OLDEST_GLIBC=2.27
 
 fail() {
@@ -21,7 +21,7 @@ fail() {
 }
 step() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
-# Ends with an error unless HEAD can become the release of its version.
+# Fails unless HEAD can become the release of its version.
 check_checkout() {
     local tagged other
     [ -z "$(git status --porcelain)" ] ||
@@ -55,7 +55,7 @@ check_tools() {
     "$TOOLS/pip" install --quiet --disable-pip-version-check --requirement scripts/release-requirements.txt
 }
 
-# From git's own files, so that nothing of the checkout that git ignores gets in.
+# From git's own files, so that no ignored file of the checkout gets in.
 build_sdist() {
     rm -rf "$WORK/checkout"
     mkdir "$WORK/checkout"
@@ -73,12 +73,12 @@ build_wheel() {
     CXX=$1-linux-gnu-g++ "$TOOLS/python" -m build --wheel --outdir "$folder/wheel" \
         "-C--build-option=--plat-name=linux_$1" "$folder" > "$folder.log" 2>&1 ||
         fail "the wheel for $1 cannot be built: $(tail -n 5 "$folder.log")"
-    # libgomp stays the system's, which MindSpore needs too: a second one would bring its own threads.
+    # libgomp stays the system's, which MindSpore needs too: a second copy would bring its own threads.
     PATH=$TOOLS:$PATH "$TOOLS/auditwheel" repair --exclude libgomp.so.1 --wheel-dir "$DIST" "$folder/wheel/"*.whl \
         > "$folder.log" 2>&1 || fail "the wheel for $1 fits no manylinux: $(tail -n 5 "$folder.log")"
 }
 
-# check_wheel MACHINE: the name says one library for this machine and no newer glibc than the oldest system has.
+# check_wheel MACHINE: the wheel has one library for this machine, and needs no newer glibc than the oldest system has.
 check_wheel() {
     local wheel glibc
     wheel=$(echo "$DIST/mindlora-$VERSION-py3-none-"*"_$1.whl")
@@ -95,7 +95,7 @@ check_wheel() {
     echo "$(basename "$wheel"): $(stat -c %s "$wheel") bytes, its library $(stat -c %s "$LIBRARY")"
 }
 
-# check_installed PYTHON PACKAGE: in an environment that holds nothing else, where no compiler is named.
+# check_installed PYTHON PACKAGE: in an otherwise empty environment, without a compiler.
 check_installed() {
     local environment=$WORK/environment
     rm -rf "$environment"

@@ -1,7 +1,7 @@
-"""Checks mindlora where scripts/release.sh installed it: `python release_check.py PACKAGE`, a wheel or source archive.
+"""Checks the mindlora that scripts/release.sh installed: `python release_check.py PACKAGE`, a wheel or source archive.
 
-It must be this version, hold the YAMLs of configs/ and a library (that of the wheel, byte for byte), and compute an
-operator on the CPU as NumPy does. The reference is the checkout's, everything else the installed package.
+It must be this version, hold the YAMLs of configs/ and a library (byte for byte the wheel's), and compute an operator
+on the CPU as NumPy does. The reference comes from the checkout, everything else from the installed package.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-# Half a unit in the last place, relative, of the largest output; float32 is for sums in another order.
+# Half a unit in the last place, relative to the largest output; float32's bound allows for another order of sums.
 TOLERANCES = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -27,7 +27,7 @@ def check(holds: bool, message: str) -> None:
 
 
 def check_version(package: str) -> str:
-    """Returns the version that the file is named after, and that module and command must have."""
+    """Returns the version in the file's name, which the module and the command must have too."""
     import mindlora
 
     wanted = re.search(r"mindlora-([^-]+?)(?:-py3|\.tar)", os.path.basename(package)).group(1)
@@ -60,7 +60,7 @@ def check_configs() -> None:
 
 
 def largest_error(dtype: str) -> float:
-    """Returns the largest difference of lora_delta from its reference, relative to the largest output."""
+    """Returns lora_delta's largest difference from its reference, relative to the largest output."""
     import mindspore as ms
 
     from mindlora.ops import LoraDelta

@@ -1,17 +1,17 @@
-"""Report: what the Ascend C kernels move and compute, and the cores that they keep busy, as the simulator counts them.
+"""Report: the bytes, operations and busy cores of the Ascend C kernels, as counted by the simulator.
 
 The simulator (tests/support/ascendc_model) is not CANN and not an NPU: it counts bytes of global memory, repeats of the
-vector unit (products of two fractals on a cube core) and busy cores, and knows nothing about time. "repeats" are those
-of the busiest core. The time at best is the larger of the bytes over the bandwidth and these repeats over 1.8 GHz: the
-least bytes over 1.6 TB/s, and what cores exchange or read again over the double, since the second-level cache serves
-it. "time" is that over the bound of all cores sharing both, the least bytes and the vector cores' repeats. The shapes
-are the linear layers of Llama 7B and 13B in bfloat16, on a chip of 24 cube and 48 vector cores. Bytes are relative to
-the least possible, each input and output once.
+vector unit (products of two fractals on a cube core) and busy cores, and knows nothing about time. "repeats" are the
+busiest core's. The time at best is the larger of the bytes over the bandwidth and these repeats over 1.8 GHz: the
+minimal bytes over 1.6 TB/s, and bytes that cores exchange or read again over twice that, since the second-level cache
+serves them. "time" is the time at best over the bound in which all cores share both the minimal bytes and the vector
+cores' repeats. The shapes are the linear layers of Llama 7B and 13B in bfloat16, on a chip of 24 cube and 48 vector
+cores. Bytes are relative to the minimum, each input and output once.
 
-For comparison, the same as a composition of plain kernels, by arithmetic: x A^T; scale; B^T; add; with many adapters
-also gathering the rows of each and putting them back; for NF4 weights codes to integers, two look-ups, their
-concatenation, times absmax, cast. Each kernel reads its inputs and writes its output once, a product is dealt out in
-tiles of 16 x 256 of its output, and the cores given are those of the kernel with the fewest.
+For comparison, the report computes a composition of plain kernels: x A^T; scale; B^T; add; with many adapters also
+gathering each adapter's rows and putting them back; for NF4 weights, codes to integers, two look-ups, their
+concatenation, times absmax, cast. Each kernel reads its inputs and writes its output once, a product is distributed in
+output tiles of 16 x 256, and the core count is that of the kernel with the fewest.
     python scripts/report_ascend.py --json figures.json
     python scripts/report_ascend.py --only lora_delta
     python scripts/report_ascend.py --border             where cells take plain operators, by the plan's estimate
@@ -29,14 +29,14 @@ from tests.support.ascendc_model import kernels
 LAYERS = {"7B": [(4096, 4096), (4096, 11008), (11008, 4096)], "13B": [(5120, 5120), (5120, 13824), (13824, 5120)]}
 TOKENS, RANKS, ADAPTERS = (1, 8, 32, 512), (8, 16, 64), (1, 4, 32)
 BYTES = 2  # of bfloat16
-# What --border shows; the last is an output head.
+# The shapes that --border shows; the last is an output head.
 BORDER_RANKS = (8, 16, 32, 64, 128)
 BORDER_LAYERS = [(2048, 2048), (4096, 4096), (8192, 8192), (4096, 11008), (4096, 65535), (4096, 65536), (4096, 152064)]
-# A step of up to this many tokens counts as decode; lora_linear is made for decode alone.
+# A step of up to this many tokens counts as decode; lora_linear is only for decode.
 DECODE = 8
 GOAL = 1.15  # of the time at best
 BYTES_PER_REPEAT = 889  # 1.6 TB/s over 1.8 GHz
-CACHE = 2  # how much faster the second-level cache is: kCache in ops/ascendc_common/plan.h
+CACHE = 2  # speed-up of the second-level cache: kCache in ops/ascendc_common/plan.h
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def border() -> None:
-    """Prints the estimates by which a cell's path is chosen, over the time of the least bytes."""
+    """Prints the estimates by which a cell's path is chosen, relative to the time of the minimal bytes."""
     from mindlora.ops import backend
 
     tokens, far = backend.TOKENS_OF_A_CELL, backend.FAR_ABOVE
@@ -129,7 +129,7 @@ def lora_linear(k: int, n: int) -> Iterator[Dict[str, Any]]:
 
 
 def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
-    """Yields the figures of multi_lora_delta for a layer. The rows are shared evenly, those of an adapter together."""
+    """Yields the figures of multi_lora_delta for a layer. Rows are shared evenly and grouped by adapter."""
     for rank in RANKS:
         for tokens in TOKENS:
             for adapters in (count for count in ADAPTERS if count <= tokens):
@@ -147,7 +147,7 @@ def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
                 )
                 least = BYTES * (2 * y0.size + x.size + pool.size) + 4 * (2 * adapters + tokens)
                 each = [int(np.sum(indices == i)) for i in range(adapters)]
-                # x and y0 of the adapter's rows are gathered, y is put back: each is read and written.
+                # The adapter's rows of x and y0 are gathered, and y is put back: each is read and written.
                 moved = sum(
                     composed_delta(rows, k, n, rank) + 2 * BYTES * rows * (k + 2 * n) * (adapters > 1) for rows in each
                 )
@@ -163,7 +163,7 @@ def multi_lora_delta(k: int, n: int) -> Iterator[Dict[str, Any]]:
 
 
 def nf4_dequantize(k: int, n: int) -> Iterator[Dict[str, Any]]:
-    """Yields the figures of nf4_dequantize for a layer. It makes W alone, so there are no tokens."""
+    """Yields the figures of nf4_dequantize for a layer. It only computes W, so there are no tokens."""
     blocks = math.ceil(k / 64)
     codes = np.zeros((n, blocks * 32), np.uint8)
     absmax = np.zeros((n, blocks), np.uint8)
@@ -176,7 +176,7 @@ def nf4_dequantize(k: int, n: int) -> Iterator[Dict[str, Any]]:
         "w",
     )
     least = codes.nbytes + absmax.nbytes + 2 * scales.nbytes + BYTES * n * k
-    # A code as an integer and a number of W take 4 bytes each, up to the cast.
+    # An integer code and a number of W take 4 bytes each until the cast.
     composed = codes.size * ((1 + 4) + 2 * (4 + 4) + (8 + 8) + (8 + 8) + (8 + 2 * BYTES))
     yield figures(report, least, 0, 0, 0, composed / least, kernels.VECTOR_CORES)
 
@@ -197,7 +197,7 @@ def composed_delta(tokens: int, k: int, n: int, rank: int) -> int:
 
 
 def product_cores(tokens: int, columns: int) -> int:
-    """Returns how many cube cores find work in a product of that shape; of the delta's two, x A^T has the fewest."""
+    """Returns the number of busy cube cores in a product of this shape; of the delta's two, x A^T has the fewest."""
     return min(kernels.CUBE_CORES, math.ceil(tokens / 16) * math.ceil(columns / 256))
 
 
@@ -225,7 +225,7 @@ def figures(
 
 
 def line(row: Dict[str, Any]) -> str:
-    """Returns a row as text; a figure beyond its goal has a star."""
+    """Formats a row as text; a figure beyond its goal has a star."""
     rank, tokens, adapters = (row[name] or "-" for name in ("rank", "tokens", "adapters"))
     return (
         f"{row['op']:<22}{row['K']:>6}{row['N']:>7}{rank:>6}{tokens:>8}{adapters:>10}   "
@@ -236,7 +236,7 @@ def line(row: Dict[str, Any]) -> str:
 
 
 def summary(rows: List[Dict[str, Any]]) -> str:
-    """Returns, for each operator and kind of step, how many rows reach the goal, and the range of their figures."""
+    """Returns the number of rows within the goal and the range of figures for each operator and kind of step."""
     lines = ["* beyond the goal"]
     for op in dict.fromkeys(row["op"] for row in rows):
         of_operator = [row for row in rows if row["op"] == op]
@@ -254,7 +254,7 @@ def summary(rows: List[Dict[str, Any]]) -> str:
 
 
 def bounds(rows: List[Dict[str, Any]], name: str, form: str = ".3f") -> str:
-    """Returns the least and the greatest value of a column."""
+    """Returns the smallest and the largest value of a column."""
     values = [row[name] for row in rows]
     return f"{min(values):{form}} to {max(values):{form}}"
 
@@ -267,7 +267,7 @@ def run(
 
 
 def random(*shape: int) -> np.ndarray:
-    """Returns the bits of bfloat16 numbers around 1: what is counted does not depend on the values."""
+    """Returns the bits of bfloat16 numbers around 1: the counts do not depend on the values."""
     return np.random.default_rng(0).integers(0x3F00, 0x4000, shape, np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""mindlora-run from a checkout: the flags of MindFormers' run_mindformer.py, with mindlora installed or not."""
+"""mindlora-run from a checkout: takes the flags of MindFormers' run_mindformer.py, even without mindlora installed."""
 
 import importlib.util
 import pathlib

@@ -1,18 +1,18 @@
-"""Many clients for ten minutes against `mindlora serve`, on a small random model: is anything wrong, lost or leaked?
+"""Runs many clients against `mindlora serve` on a small random model, to find wrong or lost answers, and leaks.
 
     python scripts/soak_serving.py --clients 100 --seconds 600 --json figures.json
 
-The server is a process of its own, too small for its clients: requests are preempted, wait and are turned away (429),
-adapters lose their slots. Clients ask adapters and the base for completions and chats, streamed and whole, free and
-constrained, for calls of tools, scores of prompts, tokens, embeddings and classes (tests/support/soak_kinds.py). Each
-whole answer is compared with the one that the same request got alone. Some leave in the middle of an answer; a tenth of
-them are processes that are killed (SIGKILL) and started again. Meanwhile an adapter is written again and again, another
-one with one of two weights in turn, and a third one is damaged and mended. Some requests name an adapter that is not
-there, or have a body that is refused.
+The server is a separate process, too small for its clients: requests are preempted, wait and are rejected (429), and
+adapters lose their slots. Clients ask adapters and the base for completions and chats, streamed or not, free and
+constrained, for tool calls, scores of prompts, tokens, embeddings and classes (tests/support/soak_kinds.py). Each
+complete answer is compared with the answer that the same request got alone. Some clients leave in the middle of an
+answer; a tenth of them are processes that are killed (SIGKILL) and restarted. Meanwhile, one adapter is rewritten again
+and again, another alternates between two weights, and a third is damaged and repaired. Some requests name a missing
+adapter, or have an invalid body.
 
-The exit code is 1 if a request that its client did not end got no answer, an answer was wrong or a status 5xx, blocks
-or slots were not given back, the server's memory grew (by 3% and 20 MB from the second fifth of the time to the last),
-SIGTERM did not end it with exit code 0, its log has an error, or one of these events did not happen.
+The exit code is 1 if a request that its client did not abandon got no answer, an answer was wrong or a status 5xx,
+blocks or slots were not released, the server's memory grew (by 3% and 20 MB from the second fifth of the time to the
+last), SIGTERM did not end it with exit code 0, its log has an error, or one of these events did not happen.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from typing import Any, Dict, Iterator, List
 from bench import ROOT, common
 
 SIZES = {"slots": 4, "max-running": 24, "block-size": 4, "num-blocks": 80, "max-waiting": 64, "adapter-memory": 40_000}
-LENGTH = 192  # Tokens of a prompt, tools included, and its answer.
+LENGTH = 192  # Tokens of a prompt, tools included, plus its answer.
 BASE = "tiny"
 MODELS = ("llama", "qwen3-moe")
 PROVOKED = ("evictions from slots", "evictions from memory", "adapters refused", "preemptions", "cancelled")
@@ -46,7 +46,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}. Default: {default}")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="small and random. Default: %(default)s")
     args = parser.parse_args()
-    # Else transformers advises installing PyTorch.
+    # Otherwise, transformers advises installing PyTorch.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tests.support import soak
 
@@ -66,11 +66,11 @@ def main() -> int:
 
 @contextlib.contextmanager
 def serving(folder: str, ended: List[str], model: str) -> Iterator[Any]:
-    """Runs `mindlora serve` on a small model in a folder; yields its url and pid, and ends it by SIGTERM.
+    """Runs `mindlora serve` on a small model in a folder; yields its URL and pid, and ends it with SIGTERM.
 
     Args:
         folder (str): An empty folder.
-        ended (list of str): Takes what was wrong with its log and its end.
+        ended (list of str): Collects the faults of the server's log and end.
         model (str): One of MODELS.
     """
     from tests.support.served_llama import wait_until_ready, write_llama, write_qwen3_moe
@@ -105,7 +105,7 @@ def serving(folder: str, ended: List[str], model: str) -> Iterator[Any]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Returns the exit code of a process after SIGTERM; after a minute it is killed."""
+    """Returns the exit code of a process after SIGTERM; after a minute, the process is killed."""
     process.terminate()
     try:
         return process.wait(60)
@@ -120,7 +120,7 @@ def _read(path: str) -> str:
 
 
 def text(figures: Dict[str, Any]) -> str:
-    """Returns the figures as a table."""
+    """Formats the figures as a table."""
     rows = {
         "requests": figures["requests"],
         **figures["outcomes"],

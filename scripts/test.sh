@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs all tests, in an environment that is made where it is missing. Arguments go to pytest.
+# Runs all tests, in an environment that is created if missing. Arguments go to pytest.
 #   bash scripts/test.sh                       everything, in two processes side by side
-#   bash scripts/test.sh -m quick              what is quick, while a change is made (tests/conftest.py names it)
+#   bash scripts/test.sh -m quick              quick tests, while making a change (tests/conftest.py lists them)
 #   bash scripts/test.sh tests/network -x          one folder, stop at the first failure
-#   bash scripts/test.sh --without-peers       everything but tests/peers, whose PyTorch is a download of several GB,
+#   bash scripts/test.sh --without-peers       everything except tests/peers, whose PyTorch is a download of several GB,
 #                                              tests/clients and tests/trackers
 #   bash scripts/test.sh tests/peers           against PyTorch's PEFT, in a second environment that it makes
 #   bash scripts/test.sh tests/clients         with clients of OpenAI's API, in another environment that it makes

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the CPU operators for aarch64, the processor of most hosts of NPUs, and runs the tests of their kernels under
-# QEMU, against the same NumPy references. MindSpore itself runs on this machine and takes no part in them.
+# Builds the CPU operators for aarch64, the processor of most NPU hosts, and runs the tests of their kernels under QEMU,
+# against the same NumPy references. MindSpore itself runs natively and takes no part in them.
 #   bash scripts/test_aarch64.sh               all of it: one minute on 2 cores
 #   bash scripts/test_aarch64.sh -k paged      arguments go to pytest
-# The cross compiler and QEMU are installed with apt-get where they are missing and the user is root.
+# The cross compiler and QEMU are installed with apt-get if they are missing and the user is root.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -26,7 +26,7 @@ if ! present; then
     exit 1
 fi
 
-# MindSpore's own tests load a library for this machine, which the environment's making builds.
+# MindSpore's own tests load a library for this machine, which is built with the environment.
 (
     # shellcheck source=scripts/environment.sh
     source scripts/environment.sh
@@ -35,7 +35,7 @@ fi
 export CXX=aarch64-linux-gnu-g++
 export MINDLORA_TEST_EMULATOR="qemu-aarch64 -L /usr/aarch64-linux-gnu"
 export OMP_NUM_THREADS=2
-# Contexts of hundreds of tokens are left to the processor at hand: an emulator takes a minute for them.
+# Contexts of hundreds of tokens are tested only natively: the emulator takes a minute for them.
 BITS=tests/ops/test_paged_attention_bits.py
 exec bash scripts/test.sh tests/ops --ignore-glob='tests/ops/*ascend*' --ignore=tests/ops/test_backend.py \
     --deselect="$BITS::test_in_a_batch_as_alone" --deselect="$BITS::test_on_any_number_of_threads" \

@@ -1,4 +1,4 @@
-"""Trains LoRA on a tiny Qwen3 with each Trainer that the installed MindFormers has, on a CPU, and shows the losses."""
+"""Trains LoRA on a tiny Qwen3 on a CPU with each Trainer of the installed MindFormers, and shows the losses."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def in_graph_mode(folder: pathlib.Path) -> None:
-    """Trains as docs/mcore.md says."""
+    """Trains according to docs/mcore.md."""
     data = folder / "rows.mindrecord"
     tiny_runs.write_data(data, ROWS)
     callbacks = [{"type": "LoraCheckpoint"}]
@@ -39,7 +39,7 @@ def in_graph_mode(folder: pathlib.Path) -> None:
 
 
 def in_pynative(folder: pathlib.Path) -> None:
-    """Trains as docs/pynative.md says."""
+    """Trains according to docs/pynative.md."""
     data = folder / "shifted.mindrecord"
     pynative_runs.write_data(data, ROWS)
     pynative_runs.write_base(folder / "base", folder / "hf")
@@ -57,7 +57,7 @@ def in_pynative(folder: pathlib.Path) -> None:
 
 
 def show(trainer: str, run, losses: list, config: pathlib.Path, adapters: pathlib.Path) -> None:
-    """Prints what a run did, or ends with what it said."""
+    """Prints a run's losses, or exits with the run's output if it failed."""
     if run.returncode:
         sys.exit(f"{trainer}: the run failed.\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
     adapter = max(adapters.glob("step_*"), key=lambda path: int(path.name.rpartition("_")[2]))

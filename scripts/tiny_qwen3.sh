@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to an adapter on a tiny Qwen3 with random weights, on a CPU: by MindFormers' graph-mode Trainer, and with
-# MindFormers 2 by its PyNative Trainer too, where plain operators stand in for kernels that a CPU lacks.
+# From nothing to an adapter on a tiny Qwen3 with random weights, on a CPU: with MindFormers' graph-mode Trainer and,
+# under MindFormers 2, also with its PyNative Trainer, where plain operators replace kernels that a CPU lacks.
 #   bash scripts/tiny_qwen3.sh
 set -eu
 # shellcheck source=scripts/environment.sh

@@ -1,7 +1,7 @@
-"""Tries all that docs/ascend.md says was not tried on an NPU, and writes a folder with one page; see verify_npu.sh.
+"""Tests everything that docs/ascend.md lists as untested on an NPU, and writes a report; see verify_npu.sh.
 
-The exit code is 0 if all steps ran and hold; without --only, one may be left out for want of NPUs. It is 1 if a step
-does not hold or could not run, 2 for wrong options, and 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
+The exit code is 0 if all steps ran and passed; without --only, one may be left out for lack of NPUs. It is 1 if a step
+failed or could not run, 2 for wrong options, and 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from verify_npu_report import Report
 from verify_npu_run import FAILED, NOT_RUN, ROOT, Cleaner, Outcome, Stopped, Unwritable, check_signals, listen
 from verify_npu_steps import STEPS, Place
 
-# The variables by which a shell chooses, and those that `mindlora doctor --adopt` leads to (mindlora/ops/measured.py).
+# Variables with which a shell makes choices, and those of `mindlora doctor --adopt` (mindlora/ops/measured.py).
 CHOICES = ("MINDLORA_BACKEND", "MINDLORA_ASCEND")
 MEASURED = ("MINDLORA_ASCEND_DRAW", "MINDLORA_ASCEND_MIX_LAUNCH")
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line, and makes the folder of the report."""
+    """Parses the command line, and creates the report's folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["Ascend", "CPU"], default="Ascend", help="default: Ascend")
     parser.add_argument("--soc", help="for build_ascend.sh: ascend910b or ascend910_93. Default: both")
@@ -80,14 +80,14 @@ def main() -> int:
 
 
 def prepared(given: argparse.Namespace, work: str) -> Place:
-    """Returns the place where the steps run, with a page that names what it lacks."""
-    # Choices of the shell must not reach what is compared here.
+    """Returns the Place where the steps run; its page lists what is missing."""
+    # Choices of the shell must not affect the comparisons here.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(CHOICES)}
-    # Nor what was adopted here before: set, but to nothing.
+    # Nor must earlier adopted choices: the variables are set, but empty.
     environment.update(dict.fromkeys(MEASURED, ""))
     environment.update(PYTHONPATH=os.pathsep.join(filter(None, [ROOT, environment.get("PYTHONPATH")])))
     environment.update(LOG_MF_PATH=os.path.join(work, "log"), MS_COMPILER_CACHE_PATH=os.path.join(work, "calls"))
-    # What a killed command leaves behind goes with the folder, and its last line is where it was.
+    # The folder's removal also removes the leftovers of killed commands; a command's last line shows how far it got.
     environment.update(TMPDIR=work, PYTHONUNBUFFERED="1")
     environment.setdefault("GLOG_v", "3")
     environment.update(PYTHON=sys.executable, PATH=path_with_this_python(environment.get("PATH", os.defpath)))
@@ -110,7 +110,7 @@ def prepared(given: argparse.Namespace, work: str) -> Place:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A folder that is removed at the end, even while killed processes still let go of it."""
+    """Yields a folder that is removed at the end, even while killed processes are still releasing it."""
     folder = tempfile.mkdtemp(prefix="verify_npu_")
     try:
         yield folder
@@ -123,7 +123,7 @@ def temporary_folder() -> Iterator[str]:
 
 
 def end_early(report: Report, reason: str) -> None:
-    """Writes the last page of a run that does not reach its end."""
+    """Writes the last page of a run that ends early."""
     say(f"\nended early: {reason}")
     try:
         report.stop(reason)
@@ -132,13 +132,13 @@ def end_early(report: Report, reason: str) -> None:
 
 
 def exit_code(outcomes: Sequence[Outcome], named: bool) -> int:
-    """Returns 0 if all steps ran and hold, but for those that are excused and were not ``named`` by --only."""
+    """Returns 0 if all steps ran and passed, except excused steps that --only did not name (``named``)."""
     left = [outcome for outcome in outcomes if outcome.state == NOT_RUN and (named or not outcome.excused)]
     return 1 if left or any(outcome.state == FAILED for outcome in outcomes) else 0
 
 
 def say(text: str) -> None:
-    """Prints a line. A terminal that is gone must not keep the page from being written."""
+    """Prints a line. A closed terminal must not keep the page from being written."""
     try:
         print(text, flush=True)
     except OSError:
@@ -146,7 +146,7 @@ def say(text: str) -> None:
 
 
 def path_with_this_python(path: str) -> str:
-    """Returns a PATH on which python and python3 are this Python: build_ascend.sh and msrun take them from there."""
+    """Returns a PATH on which python and python3 are this Python, for build_ascend.sh and msrun."""
     folder = os.path.dirname(sys.executable)
     found = (shutil.which(name, path=path) for name in ("python", "python3"))
     same = all(program is not None and os.path.dirname(program) == folder for program in found)
@@ -154,17 +154,17 @@ def path_with_this_python(path: str) -> str:
 
 
 def run_step(name: str, place: Place) -> Iterator[Outcome]:
-    """Yields the outcomes of a step. What the script itself trips over is an outcome too, and the next step runs."""
+    """Yields the outcomes of a step. An error of the script itself is an outcome too, and the next step runs."""
     try:
         yield from STEPS[name](place)
     except (Stopped, Unwritable):
         raise
-    except Exception as error:  # a page with one wrong row is worth more than none
+    except Exception as error:  # A page with one wrong row is better than none.
         yield Outcome(name, FAILED, place.clean(f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
 def machine(given: argparse.Namespace, npus: Npus) -> Dict[str, str]:
-    """Returns what the results depend on."""
+    """Returns the conditions of the results."""
     from bench.common import version
 
     with open(os.path.join(ROOT, "mindlora", "__init__.py"), encoding="utf-8") as file:

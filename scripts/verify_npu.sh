@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One command for the owner of an Atlas A2 or A3: tries everything that docs/ascend.md says was not tried on an NPU, and
-# leaves one folder to send back, with report.md as its page. What cannot run on the machine at hand says so.
+# One command for the owner of an Atlas A2 or A3: tests everything that docs/ascend.md lists as untested on an NPU, and
+# leaves one folder to send back, with report.md as its page. Steps that cannot run on this machine say so.
 #   bash scripts/verify_npu.sh                      all of it
 #   bash scripts/verify_npu.sh --quick              few shapes
 #   bash scripts/verify_npu.sh --only build operators --soc ascend910b
 #   bash scripts/verify_npu.sh --device CPU         the same comparisons on a CPU, to try the script itself
-# It needs a Python with MindSpore and MindFormers, as `pip install .` brings them, or this checkout beside them. It takes
-# python or python3 of PATH, or what PYTHON names; and the NPUs that npu-smi shows without a process, or those that
-# ASCEND_RT_VISIBLE_DEVICES names. MINDLORA_CANN_FOLDERS: where CANN may be otherwise.
+# It needs a Python with MindSpore and MindFormers, installed by `pip install .` or beside this checkout. It uses python
+# or python3 on PATH, or the program that PYTHON names, and the NPUs that npu-smi shows without a process, or those that
+# ASCEND_RT_VISIBLE_DEVICES names. MINDLORA_CANN_FOLDERS: other folders to search for CANN.
 set -eu
 
 SCRIPTS=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -1,4 +1,4 @@
-"""The cases of scripts/verify_npu_operators.py: each operator on odd shapes and odd numbers, and what must come out."""
+"""The cases of scripts/verify_npu_operators.py: each operator on odd shapes and numbers, with the expected results."""
 
 import dataclasses
 import os
@@ -22,20 +22,20 @@ from mindlora.ops import (
     quantize,
 )
 
-# What is right has one owner for these cases and for those that CANN alone calls.
+# These cases and those that CANN calls without MindSpore share one definition of correct results.
 sys.path.insert(0, os.path.join(ROOT, "ops", "ascendc_check"))
 import bounds  # noqa: E402
 from bounds import Span, exact, rounded  # noqa: E402
 from golden import reference  # noqa: E402
 
 SCALE = 0.75
-# An infinity or NaN in y0 may spoil as many neighbours in its row (ops/lora_delta/README.md).
+# An infinity or NaN in y0 may spoil this many neighbours in its row (ops/lora_delta/README.md).
 NEIGHBOURS = 15
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The shapes that are tried: every number of tokens and rank with every pair of widths (K, N)."""
+    """The tested shapes: every number of tokens and rank with every pair of widths (K, N)."""
 
     tokens: Sequence[int] = (1, 3, 8, 17, 64, 512)
     ranks: Sequence[int] = (1, 5, 8, 16, 64)
@@ -57,10 +57,10 @@ class Case:
     """One call of an operator.
 
     Attributes:
-        title (str): Shapes, and what is odd about the numbers.
-        run (Callable): Returns what the operator computes, a list of arrays.
-        spans (list of Span): Between which numbers each array must be.
-        may_spoil (ndarray or None): Where, in the first result, a number need not be finite.
+        title (str): The shapes, and the peculiarity of the numbers.
+        run (Callable): Returns the operator's results, a list of arrays.
+        spans (list of Span): The range in which each array must lie.
+        may_spoil (ndarray or None): The positions in the first result where a number need not be finite.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Case:
 
 
 def kept(dtype: str, kernel: bool) -> Tuple[str, ...]:
-    """Returns the dtypes in which a forward may keep the rank-r tensor: a CPU's is float32, a kernel's either."""
+    """Returns the dtypes in which a forward may keep the rank-r tensor: float32 on a CPU, either one in a kernel."""
     return ("float32", dtype) if kernel else ("float32",)
 
 
@@ -111,7 +111,7 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
             run = differentiated(cell, inputs, tensor(dy, dtype), range(4))
             yield Case(f"gradients, {title}", run, [exact(dy), *spans])
     tokens, (k, n), rank = 17, sizes.widths[0], 5
-    # NaN comes last: on the cube cores it may end in an error of execution.
+    # NaN comes last: on the cube cores, it may cause an execution error.
     for number in (np.inf, np.nan):
         for place, name in ((0, "y0"), (1, "x")):
             given = arrays(tokens, k, n, rank)
@@ -125,7 +125,7 @@ def lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
             with np.errstate(invalid="ignore", over="ignore"):
                 wanted = oracle.lora_delta(*given, SCALE)
                 span = bounds.low_rank(wanted, np.abs(given[0]), *given[1:], SCALE, dtype, kept(dtype, kernel))
-            # A cell of its own: MindSpore refuses to run a graph in which a launch has failed.
+            # A separate cell: MindSpore refuses to run a graph in which a launch has failed.
             yield Case(title, called(LoraDelta(), inputs), [span], may_spoil=spoiled)
 
 
@@ -138,9 +138,9 @@ def gradients(
     dtype: str,
     w: Optional[np.ndarray] = None,
 ) -> List[Span]:
-    """Returns the spans of dx, dA and dB, of lora_linear if there is a W.
+    """Returns the spans of dx, dA and dB; with a W, those of lora_linear.
 
-    MindSpore's own operators compute them: each product is rounded, and so is what the scale makes of it.
+    MindSpore's own operators compute them: each product is rounded, and again after scaling.
     """
     of_dy, of_x = np.abs(dy @ b) * SCALE, np.abs(x @ a.T) * SCALE
     rest, of_rest = (0, 0) if w is None else (np.abs(dy) @ np.abs(w), np.abs(dy @ w) + np.abs(dy @ b @ a) * SCALE)
@@ -190,7 +190,7 @@ def lora_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
 
 
 def multi_lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
-    """Rows of adapters of every rank, of an empty slot and of none; NaN in the pool where no adapter is."""
+    """Rows with adapters of every rank, an empty slot and none; NaN in unused parts of the pool."""
     oracle, cell = reference("multi_lora_delta"), MultiLoraDelta()
     ranks = np.int32([*sizes.ranks, 0, 33])
     for k, n in sizes.widths:
@@ -210,7 +210,7 @@ def multi_lora_delta(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
 
 
 def users(tokens: int, slots: int, empty: int, kernel: bool) -> Dict[str, np.ndarray]:
-    """Returns which slot each token uses, in several ways; a kernel alone takes one beyond the pool."""
+    """Returns several assignments of slots to tokens; only a kernel takes a slot beyond the pool."""
     rng = np.random.default_rng(tokens)
     drawn, none = rng.integers(0, slots, tokens), -1 - rng.integers(0, 9, tokens)
     ways = {
@@ -226,7 +226,7 @@ def users(tokens: int, slots: int, empty: int, kernel: bool) -> Dict[str, np.nda
 
 
 def beyond_is_nan(oracle: Callable, y0, x, pool, ranks, scales, indices) -> np.ndarray:
-    """Returns what multi_lora_delta must compute; a row that asks for a slot beyond the pool is NaN."""
+    """Returns the expected multi_lora_delta; a row with a slot beyond the pool is NaN."""
     beyond = indices >= len(ranks)
     wanted = oracle(y0, x, pool, ranks, scales, np.where(beyond, -1, indices))
     wanted[beyond] = np.nan
@@ -234,7 +234,7 @@ def beyond_is_nan(oracle: Callable, y0, x, pool, ranks, scales, indices) -> np.n
 
 
 def multi_lora_slot_write(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
-    """Adapters of every rank into the first and the last slot; not a bit beside them may change."""
+    """Adapters of every rank written to the first and the last slot; no other bit may change."""
     oracle, cell, slots, most = reference("multi_lora_slot_write"), MultiLoraSlotWrite(), 4, 64
     for k, n in sizes.widths:
         for rank in sizes.ranks:
@@ -249,12 +249,12 @@ def multi_lora_slot_write(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Ca
 
 
 def written(cell: nn.Cell, before: List[np.ndarray], slot: int, packed: Tensor, dtype: str) -> Callable:
-    """Returns a function that writes into new Parameters and returns them, and what the operator returned."""
+    """Returns a function that writes into new Parameters and returns them and the operator's result."""
 
     def run():
         pool, ranks, scales = map(Parameter, (tensor(before[0], dtype), Tensor(before[1]), Tensor(before[2])))
         out = cell(pool, ranks, scales, Tensor([slot], ms.int32), packed, Tensor(SCALE, ms.float32))
-        # Beyond its rank an adapter's rows have no meaning: plain operators clear them.
+        # Rows beyond an adapter's rank have no meaning; plain operators clear them.
         after = values(pool)
         if slot < len(after):
             after[slot, packed.shape[0] :] = before[0][slot, packed.shape[0] :]
@@ -264,9 +264,9 @@ def written(cell: nn.Cell, before: List[np.ndarray], slot: int, packed: Tensor, 
 
 
 def nf4_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
-    """x W^T with a W of 4 bits, with and without bias, its gradients, and NaN in one number of x.
+    """x W^T with a 4-bit W, with and without bias, its gradients, and NaN in one number of x.
 
-    On an NPU the kernel rounds W to the dtype, and MindSpore's MatMul rounds the product before it meets the bias.
+    On an NPU, the kernel rounds W to the dtype, and MindSpore's MatMul rounds the product before adding the bias.
     """
     oracle, plain, biased = reference("nf4_dequantize"), Nf4Linear(), Nf4LinearWithBias()
 
@@ -299,18 +299,18 @@ def nf4_linear(dtype: str, sizes: Sizes, kernel: bool) -> Iterator[Case]:
 
 
 def normal(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray:
-    """Returns normal values that the dtype can hold, as float32."""
+    """Returns normal values representable in the dtype, as float32."""
     drawn = np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
     return to_float32(from_float32(drawn, named_dtype(dtype)))
 
 
 def tensor(array: np.ndarray, dtype: str) -> Tensor:
-    """Returns a Tensor of a dtype by name."""
+    """Returns a Tensor of the named dtype."""
     return Tensor(np.asarray(array), getattr(ms, dtype))
 
 
 def values(result: Tensor) -> np.ndarray:
-    """Returns a Tensor as float32; NumPy has no bfloat16."""
+    """Returns a Tensor's values as float32, since NumPy has no bfloat16."""
     return ms.ops.cast(result, ms.float32).asnumpy()
 
 

@@ -1,4 +1,4 @@
-"""What the steps of scripts/verify_npu.py measured that mindlora otherwise estimates: its choices on such an NPU."""
+"""mindlora's choices on an NPU, measured by the steps of scripts/verify_npu.py instead of estimated."""
 
 import ctypes
 import os
@@ -9,10 +9,10 @@ from typing import Any, Dict, List, Optional, Sequence
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Outcome
 from verify_npu_ways import SHAPES, WIDTH, title
 
-# mindlora/ops/measured.py reads what is returned here from report.json.
+# mindlora/ops/measured.py reads these results from report.json.
 _TITLE = re.compile(r"^forward, .* (\d+) tokens$")
 ONE_PASS, TWO_STEPS = "lora_linear (ascend)", "lora_delta (ascend)"
-# More cores do not count as faster if they gain less than this share.
+# More cores count as faster only if they gain at least this share.
 NO_FASTER = 0.03
 LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
 
@@ -20,9 +20,9 @@ LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
 def choices(outcomes: Sequence[Outcome], device: str) -> Optional[Dict[str, Any]]:
     """Returns the choices, or None if no operator was compared or timed on an NPU.
 
-    "composed": {operator: why its kernel must not be taken}; and these, or None for what was not measured:
-    "one_pass_tokens": the most tokens for which lora_linear is faster than MatMul and lora_delta; "draw_tenths" and
-    "mix_launch", of which the functions below have more.
+    "composed": {operator: why its kernel must not be used}; and the following, None if not measured: "one_pass_tokens":
+    the most tokens for which lora_linear is faster than MatMul and lora_delta; "draw_tenths" and "mix_launch": see the
+    functions below.
     """
     compared = [outcome for outcome in outcomes if outcome.figures.get("operator") and outcome.state != NOT_RUN]
     timed = {
@@ -46,7 +46,7 @@ def choices(outcomes: Sequence[Outcome], device: str) -> Optional[Dict[str, Any]
 
 
 def one_pass_tokens(tables: Sequence[Dict[str, Any]]) -> Optional[int]:
-    """Returns the last number of tokens up to which lora_linear is faster in every table of bench.py ops."""
+    """Returns the largest number of tokens up to which lora_linear is faster in every table of bench.py ops."""
     faster: Dict[int, bool] = {}
     for table in tables:
         title, seconds = _TITLE.match(table["title"]), table["seconds"]
@@ -65,10 +65,10 @@ def one_pass_tokens(tables: Sequence[Dict[str, Any]]) -> Optional[int]:
 
 
 def draw_tenths(microseconds: Dict[str, Any]) -> Optional[int]:
-    """Returns the tenths of its even share of the bandwidth that a core draws, or None.
+    """Returns the bandwidth that a core draws, in tenths of its even share, or None.
 
-    With the fewest cores that are as fast as more of them, each draws what it can. At most 3 shares, as the plans know:
-    a third of the cores.
+    With the fewest cores that are as fast as more cores, each draws as much as it can. The plans allow at most 3
+    shares: a third of the cores.
 
     Args:
         microseconds (dict): Cores -> shape -> {"median": time}, of the step `ways cores`.
@@ -85,16 +85,16 @@ def draw_tenths(microseconds: Dict[str, Any]) -> Optional[int]:
 
 
 def gain(microseconds: Dict[str, Any], cores: int, more: int) -> float:
-    """Returns which share of the time more cores save, in the shape in which they save most."""
+    """Returns the share of the time that more cores save, for the shape with the largest saving."""
     few, many = microseconds[str(cores)], microseconds[str(more)]
     return max((1 - many[shape]["median"] / few[shape]["median"] for shape in few if shape in many), default=0.0)
 
 
 def mix_launch(microseconds: Dict[str, Any]) -> Optional[int]:
-    """Returns by how many nanoseconds a launch of cube and vector cores takes longer than one of vector cores, or None.
+    """Returns the extra nanoseconds of a launch of cube and vector cores over one of vector cores, or None.
 
-    It is what the cube cores take longer than the vector cores by the profiler and not by the plans' estimate, which
-    counts no launches: the median over the shapes. That estimate is in the CPU library, without which no operator ran.
+    It is the median over the shapes of the cube cores' extra time by the profiler, minus their extra time by the plans'
+    estimate, which counts no launches. The estimate is in the CPU library, without which no operator ran.
 
     Args:
         microseconds (dict): Kind of cores -> shape -> {"median": time}, of the step `ways kinds`.
@@ -115,7 +115,7 @@ def mix_launch(microseconds: Dict[str, Any]) -> Optional[int]:
 
 
 def section(chosen: Optional[Dict[str, Any]]) -> List[str]:
-    """Returns the section of the page."""
+    """Returns the page's section on measured choices."""
     if chosen is None:
         return []
     lines = [f"- {op}: MindSpore's own operators, because {why}" for op, why in chosen["composed"].items()]

@@ -1,4 +1,4 @@
-"""The NPUs of scripts/verify_npu.py: how many there are, and which of them no other process uses; and a free port."""
+"""The NPUs of scripts/verify_npu.py: their number, those that no other process uses, and a free port."""
 
 import contextlib
 import dataclasses
@@ -20,10 +20,10 @@ class Npus:
     """The NPUs of this machine.
 
     Attributes:
-        seen (int): How many there are.
-        free (list of str or None): The numbers of those that may be used; None if that is not known.
-        why (str): Where that is from, or why it is not known.
-        kind (str): As npu-smi calls them, such as 910B3; "" if that is not known.
+        seen (int): The number of NPUs.
+        free (list of str or None): The numbers of NPUs that may be used; None if unknown.
+        why (str): The source of ``free``, or why it is unknown.
+        kind (str): Their name in npu-smi, such as 910B3; "" if unknown.
     """
 
     seen: int
@@ -49,7 +49,7 @@ class Npus:
 
 
 def find_npus(environment: Mapping[str, str]) -> Npus:
-    """Returns the NPUs, and those that ASCEND_RT_VISIBLE_DEVICES names or on which npu-smi shows no process."""
+    """Returns the NPUs, including those free by ASCEND_RT_VISIBLE_DEVICES or by npu-smi's table of processes."""
     seen = len(glob.glob("/dev/davinci[0-9]*"))
     program = shutil.which("npu-smi", path=f"{environment.get('PATH', '')}:/usr/local/sbin:/usr/local/bin")
     shown = ""
@@ -66,9 +66,9 @@ def find_npus(environment: Mapping[str, str]) -> Npus:
 
 
 def free_npus(shown: str, seen: int) -> Optional[List[str]]:
-    """Returns the numbers of the NPUs without a process, or None if the text of npu-smi info does not tell.
+    """Returns the numbers of NPUs without a process, or None if the output of npu-smi info does not say.
 
-    It names an NPU and a chip of it; CANN counts all chips in that order.
+    npu-smi numbers NPUs and their chips; CANN counts all chips in that order.
     """
     busy = {(int(npu), int(chip)) for npu, chip in _BUSY.findall(shown)}
     npus = sorted({int(npu) for npu in _IDLE.findall(shown)} | {npu for npu, _ in busy})
@@ -79,7 +79,7 @@ def free_npus(shown: str, seen: int) -> Optional[List[str]]:
 
 
 def free_port() -> str:
-    """Returns a port of this machine that nothing listens on."""
+    """Returns a free port of this machine."""
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return str(opened.getsockname()[1])

@@ -2,8 +2,9 @@
 
     python scripts/verify_npu_operators.py lora_delta float16 --device Ascend --json lora_delta.json
 
-scripts/verify_npu.sh runs it for all. The path is forced: the kernels on Ascend, the C++ library on a CPU. A case is
-printed before it runs, so that after a crash or a hang the last line names it. The exit code is 1 if a case failed.
+scripts/verify_npu.sh runs it for all operators. The path is forced: the kernels on Ascend, the C++ library on a CPU. A
+case is printed before it runs, so that the last line names it after a crash or a hang. The exit code is 1 if a case
+failed.
 """
 
 import argparse
@@ -19,7 +20,7 @@ MODES = ("graph", "pynative")
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operator", choices=OPERATORS)
     parser.add_argument("dtype", choices=DTYPES)
@@ -49,7 +50,7 @@ def main() -> int:
 
 
 def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> None:
-    """Runs the cases in one mode and adds to the result. An exception counts as a failure of its case."""
+    """Runs the cases in one mode and updates ``result``. An exception counts as a failure of its case."""
     from verify_npu_cases import CASES, QUICK, Sizes
 
     for case in CASES[given.operator](given.dtype, QUICK if given.quick else Sizes(), given.device == "Ascend"):
@@ -59,7 +60,7 @@ def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> N
         write(given.json, result)
         try:
             share, problem = compare(case, case.run())
-        except Exception as error:  # whatever a device throws
+        except Exception as error:  # A device may raise anything.
             share, problem = 0.0, f"{type(error).__name__}: {first_words(error)}"
         result["worst"] = max(result["worst"], share)
         if problem:
@@ -68,14 +69,14 @@ def run_cases(given: argparse.Namespace, mode: str, result: Dict[str, Any]) -> N
 
 
 def first_words(error: Exception) -> str:
-    """Returns the first line of an error that says something: MindSpore rules lines with dashes."""
+    """Returns the first meaningful line of an error: MindSpore prints lines of dashes."""
     return next((line for line in map(str.strip, str(error).splitlines()) if line.strip("-")), "")
 
 
 def compare(case: Any, found: List[Any]) -> "tuple[float, Optional[str]]":
-    """Returns the largest error as a share of what is allowed, and what is wrong, with the first wrong index, or None.
+    """Returns the largest error as a share of the allowed error, and the fault with the first wrong index, or None.
 
-    ops/ascendc_check/bounds.py says what is allowed.
+    ops/ascendc_check/bounds.py defines the allowed error.
     """
     import numpy as np
     from verify_npu_cases import bounds

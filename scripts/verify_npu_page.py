@@ -1,10 +1,10 @@
-"""The page of scripts/verify_npu.py: what holds, what does not, and how to switch each kernel off meanwhile."""
+"""The page of scripts/verify_npu.py: the steps' results, and how to switch each kernel off."""
 
 from typing import Any, Dict, List, Sequence
 
 from verify_npu_run import FAILED, HELD, NOT_RUN, RUNNING, Outcome
 
-# Operator -> its kernel in CANN, and the operators that call it too.
+# Operator -> its kernel in CANN, and other operators that call it.
 KERNELS = {
     "lora_delta": ("LoraDelta", ""),
     "lora_linear": ("LoraLinear", ""),
@@ -13,7 +13,7 @@ KERNELS = {
     "multi_lora_slot_write": ("MultiLoraSlotWrite", ""),
 }
 
-# What tests/ascend_backend and tests/ops/ascendc run without an NPU. The kernels run in the functional model.
+# The coverage of tests/ascend_backend and tests/ops/ascendc without an NPU. The kernels run in the functional model.
 REHEARSED = {
     "doctor, library": "all of it, on a CPU",
     "build, doctor-after": "nothing: CANN's compiler was not at hand",
@@ -29,7 +29,7 @@ NO_NPU = " There is no NPU here, so this page says nothing about the kernels."
 
 
 def switch(op: str) -> str:
-    """Returns the setting that replaces an operator's kernel by MindSpore's own operators."""
+    """Returns the setting that replaces an operator's kernel with MindSpore's own operators."""
     return f"MINDLORA_BACKEND_{op.upper()}=composed"
 
 
@@ -37,10 +37,10 @@ def page(head: Dict[str, Any], outcomes: Sequence[Outcome], stopped: str = "", w
     """Returns the page in Markdown.
 
     Args:
-        head (dict): What the result depends on: versions, device, options.
+        head (dict): The conditions of the result: versions, device, options.
         outcomes (sequence of Outcome): One for each step, in order.
-        stopped (str): Why the run ended early. Default: it did not.
-        waiting (sequence of str): The steps that were asked for and did not begin. Default: none.
+        stopped (str): Why the run ended early. Default: "", it did not.
+        waiting (sequence of str): Requested steps that have not begun. Default: none.
     """
     lines = ["# mindlora on this machine", ""]
     lines += [f"- {name}: {value}" for name, value in head.items()]
@@ -58,7 +58,7 @@ def page(head: Dict[str, Any], outcomes: Sequence[Outcome], stopped: str = "", w
 
 
 def where(outcomes: Sequence[Outcome], stopped: str, waiting: Sequence[str]) -> List[str]:
-    """Returns the paragraph of a run that is not at its end."""
+    """Returns the paragraph about an unfinished run."""
     running = [outcome.name for outcome in outcomes if outcome.state == RUNNING]
     left = f" Not begun: {', '.join(waiting)}." if waiting else ""
     if stopped:
@@ -98,12 +98,12 @@ def failures(outcomes: Sequence[Outcome]) -> List[str]:
 
 
 def switches(outcomes: Sequence[Outcome]) -> List[str]:
-    """Returns the table of the kernels: what was found of each, and what switches it off."""
+    """Returns the table of kernels: each one's result, and how to switch it off."""
     lines = ["", "## Switching a kernel off", "", "| operator | kernel | result | set this before Python starts |"]
     lines += ["| --- | --- | --- | --- |"]
     for op, (kernel, remark) in KERNELS.items():
         states = {o.state for o in outcomes if o.figures.get("operator", "") == op}
-        # By CANN alone, of which one outcome names all kernels.
+        # The step aclnn, whose single outcome names all kernels.
         named = [failure.get("kernel") for o in outcomes for failure in o.figures.get("failures", [])]
         states |= {FAILED} if kernel in named else set()
         state = next((state for state in (FAILED, HELD) if state in states), NOT_RUN)
@@ -113,7 +113,7 @@ def switches(outcomes: Sequence[Outcome]) -> List[str]:
 
 
 def rehearsed() -> List[str]:
-    """Returns the table of what had passed before any NPU was at hand."""
+    """Returns the table of steps that had passed without an NPU."""
     lines = [
         "",
         "## Before an NPU",
@@ -126,5 +126,5 @@ def rehearsed() -> List[str]:
 
 
 def cell(text: str) -> str:
-    """Returns a text that can stand in a table."""
+    """Returns a text escaped for a table cell."""
     return text.replace("|", "\\|")

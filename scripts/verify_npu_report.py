@@ -1,4 +1,4 @@
-"""The folder that scripts/verify_npu.py leaves: report.md and report.json, whole at any moment."""
+"""The folder that scripts/verify_npu.py leaves: report.md and report.json, complete at any moment."""
 
 import dataclasses
 import json
@@ -10,21 +10,21 @@ from verify_npu_choices import choices, section
 from verify_npu_page import page
 from verify_npu_run import FAILED, HELD, NOT_RUN, RUNNING, STOPPED, Outcome, Unwritable
 
-# Kept free for the last page, should the disk become full.
+# Reserved for the last page, in case the disk becomes full.
 RESERVE = 1 << 20
-# The page of a running step is written anew so often, in seconds.
+# Seconds between rewrites of a running step's page.
 PERIOD = 1.0
 
 
 class Report:
-    """What was seen so far. Each change is written at once, and the page before it stays until the new one is whole.
+    """The results so far. Each change is written at once, and the previous page stays until the new one is complete.
 
     Args:
         folder (str): An empty folder.
-        head (dict): What the results depend on.
-        steps (sequence of str): The steps that were asked for.
+        head (dict): The conditions of the results.
+        steps (sequence of str): The requested steps.
         device (str): Ascend or CPU.
-        clean (Callable): What every text goes through.
+        clean (Callable): Cleans every text.
 
     Raises:
         Unwritable: The folder has no room for a page.
@@ -45,11 +45,11 @@ class Report:
             raise Unwritable(f"{folder} has no room for a page ({error.strerror})") from error
 
     def begin(self, name: str, limit: Optional[int] = None, log: str = "") -> None:
-        """Says that a step, or a command of one, runs now.
+        """Records that a step, or one of its commands, is running.
 
         Args:
-            name (str): Its name.
-            limit (int or None): The seconds after which it is ended.
+            name (str): The step's name.
+            limit (int or None): Its time limit in seconds.
             log (str): The name of its log in the folder.
         """
         if name in self._waiting:
@@ -60,20 +60,20 @@ class Report:
         self.write()
 
     def at(self, line: str, seconds: float) -> None:
-        """Says at which line the command that runs is."""
+        """Records the running command's current line."""
         if self.running and time.time() - self._written >= PERIOD:
             self.running.line = self._since + (f"; last line: {line}" if line else "")
             self.running.seconds = round(seconds, 1)
             self.write()
 
     def end(self, outcome: Outcome) -> None:
-        """Adds what came of a step."""
+        """Adds a step's outcome."""
         self.outcomes.append(outcome)
         self.running = None
         self.write()
 
     def stop(self, reason: str) -> None:
-        """Says why the run ended early; the step that was running gets a row. The space kept for this page is freed."""
+        """Records why the run ended early; the interrupted step gets a row. Frees the space reserved for this page."""
         self.stopped = reason
         if self.running:
             since = self.running.line
@@ -83,15 +83,15 @@ class Report:
         self.write()
 
     def free(self) -> None:
-        """Frees the space that is kept for the last page."""
+        """Frees the space reserved for the last page."""
         if os.path.exists(os.path.join(self.folder, ".reserve")):
             os.remove(os.path.join(self.folder, ".reserve"))
 
     def write(self) -> None:
-        """Writes both files anew.
+        """Rewrites both files.
 
         Raises:
-            Unwritable: They cannot be written; those that were there before are whole.
+            Unwritable: The files cannot be written; the previous ones are intact.
         """
         shown = [*self.outcomes, *([self.running] if self.running else [])]
         states = {state: sum(outcome.state == state for outcome in shown) for state in (HELD, FAILED, NOT_RUN, STOPPED)}

@@ -1,4 +1,4 @@
-"""Runs one command of scripts/verify_npu.py: its log, cleaned, its time limit and its outcome in one line."""
+"""Runs one command of scripts/verify_npu.py, with a cleaned log, a time limit and a one-line outcome."""
 
 import contextlib
 import dataclasses
@@ -16,9 +16,9 @@ from typing import IO, Any, Dict, List, Mapping, Sequence
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HELD, FAILED, NOT_RUN = "holds", "does not hold", "not run"
 RUNNING, STOPPED = "is running", "ended early"
-# A path with at least two parts, of which the last is kept. Those of the system say where CANN and the driver are.
+# A path with at least two parts, the last of which is kept. System paths show where CANN and the driver are.
 _PATH = re.compile(r"(?<![\w<>./])(?!/usr/|/dev/)(?:/[\w.+@~-]+)+/([\w.+@~-]+)")
-# Four numbers with dots, but no version of five; and as IPv6 and network cards have it, with colons.
+# Four numbers with dots, but not a version of five numbers; and IPv6 and MAC addresses, with colons.
 _ADDRESS = re.compile(
     r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\w)|(?<![\w:.])(?:[0-9a-fA-F]{1,4}::?){4,7}[0-9a-fA-F]{1,4}(?![\w:])"
 )
@@ -26,17 +26,17 @@ _ADDRESS = re.compile(
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of one step.
+    """The outcome of one step.
 
     Attributes:
         name (str): The step.
         state (str): HELD, FAILED, NOT_RUN, RUNNING or STOPPED.
-        line (str): One sentence about it.
-        log (str): The name of its log in the folder, or "".
+        line (str): One sentence about the outcome.
+        log (str): The name of the step's log in the folder, or "".
         seconds (float): How long it took.
-        figures (dict): What it measured.
-        excused (bool): Whether it did not run for want of NPUs, or because --device CPU was given: nothing that its
-            owner could install.
+        figures (dict): The step's measurements.
+        excused (bool): Whether the step did not run for lack of NPUs, or because of --device CPU: nothing that the
+            owner could fix.
     """
 
     name: str
@@ -49,22 +49,22 @@ class Outcome:
 
 
 class Cleaner:
-    """Takes names of the host and of its user, addresses and paths out of a text.
+    """A function that removes host and user names, addresses and paths from a text.
 
     Args:
-        places (mapping): Folders and what stands for each; a folder within another must have a longer path.
+        places (mapping): Folder -> its replacement; a folder within another must have a longer path.
     """
 
     def __init__(self, places: Mapping[str, str]):
         known = {ROOT: "<checkout>", sys.prefix: "<python>", os.path.expanduser("~"): "<home>", **places}
-        known.pop("/usr", None)  # the prefix of the system's Python
-        # The longest first: one may be within another.
+        known.pop("/usr", None)  # The prefix of the system's Python.
+        # The longest path first, since folders may be nested.
         self._places = sorted(((path, name) for path, name in known.items() if len(path) > 1), key=lambda p: -len(p[0]))
         names = {socket.gethostname(), socket.getfqdn(), *_user()} - {"", "root", "localhost"}
         self._names = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
-        """Returns the text without them."""
+        """Returns the cleaned text."""
         for path, name in self._places:
             text = re.sub(rf"{re.escape(path)}(?![\w-])", name, text)
         text = _PATH.sub(r"<path>/\1", text)
@@ -76,12 +76,12 @@ class Cleaner:
 def _user():
     try:
         return {getpass.getuser()}
-    except (KeyError, OSError):  # a container may have no entry for its user
+    except (KeyError, OSError):  # A container may have no entry for its user.
         return set()
 
 
 class Stopped(Exception):
-    """A signal ends the run."""
+    """Raised when a signal ends the run."""
 
     def __init__(self, number: int):
         self.number = number
@@ -93,7 +93,7 @@ _received: List[int] = []
 
 
 def listen() -> None:
-    """From now on a signal is noted, so that what runs can be ended in order. `nohup` keeps its meaning."""
+    """Makes signals be recorded from now on, so that running commands can be ended in order. `nohup` still works."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda got, frame: _received.append(got))
@@ -106,11 +106,11 @@ def check_signals() -> None:
 
 
 class Unwritable(Exception):
-    """The folder of the report cannot be written to."""
+    """Raised when the report's folder cannot be written to."""
 
 
 class Log(threading.Thread):
-    """Copies what a command prints into its log, line by line, cleaned.
+    """A thread that copies a command's output to its log, line by line, cleaned.
 
     Attributes:
         last (str): The last line that is not empty.
@@ -143,23 +143,23 @@ def run(
     limit: int,
     cannot: Sequence[str] = (),
 ) -> Outcome:
-    """Runs a command in the checkout, and writes what it prints to logs/<name>.log of the report's folder.
+    """Runs a command in the checkout, and writes its output to logs/<name>.log in the report's folder.
 
     Args:
         name (str): The step.
         command (sequence of str): The program and its arguments.
-        report (Report): Shows meanwhile that it runs, and its last line.
-        clean (Cleaner): What the log goes through.
+        report (Report): Shows that the command is running, and its last line.
+        clean (Cleaner): Cleans the log.
         environment (mapping): The environment variables.
         limit (int): Seconds after which the command and its children are killed.
-        cannot (sequence of str): Words of a last line by which the command says that this machine lacks something.
+        cannot (sequence of str): Words of a last line that mean that this machine lacks a requirement.
 
     Returns:
-        Outcome, whose line is the command's last one if it failed.
+        Outcome, whose line is the command's last line if it failed.
 
     Raises:
         Stopped: A signal came; the command and its children were killed.
-        Unwritable: Its log cannot be written; they were killed too.
+        Unwritable: The log cannot be written; the command and its children were killed.
     """
     log, started = os.path.join("logs", f"{name.replace(' ', '_')}.log"), time.time()
     report.begin(name, limit, log)
@@ -185,7 +185,7 @@ def run(
     finally:
         if process.poll() is None:
             kill(process)
-        # What a child left running holds the pipe open.
+        # A child that is still running holds the pipe open.
         printed.join(5)
         if printed.is_alive():
             kill(process)

@@ -22,11 +22,11 @@ from verify_npu_report import Report
 from verify_npu_run import FAILED, HELD, NOT_RUN, ROOT, Cleaner, Outcome, run
 from verify_npu_timing import ways
 
-# Last lines of build_ascend.sh where the machine lacks what it needs.
+# Last lines of build_ascend.sh if the machine lacks a requirement.
 CANNOT_BUILD = ("no CANN toolkit was found", "the kernels need", "cmake was not found", "g++ was not found")
 # As in mindlora/ops/build.py.
 CANNOT_COMPILE = ("No C++ compiler was found",)
-# Where nothing was installed.
+# Errors if nothing was installed.
 NOT_INSTALLED = tuple(f"No module named '{name}'" for name in ("numpy", "yaml", "safetensors", "mindspore", "tqdm"))
 # As in check_aclnn.sh.
 CANNOT_CHECK = (
@@ -36,14 +36,14 @@ CANNOT_CHECK = (
     "aclInit returned",
     "aclrtSetDevice returned",
 )
-# Where there are no kernels: no failure of its own unless the build said that it made them.
+# Errors without kernels: not a failure unless the build reported that it made them.
 NO_PACKAGE = ("no operator package of mindlora was found",)
 NO_KERNELS = ("MINDLORA_BACKEND is ascend, but", "MINDLORA_BACKEND is cpu, but")
-# What MindSpore and CANN say in a worker's log where other processes have taken the memory of an NPU.
+# Errors of MindSpore and CANN in a worker's log if other processes have taken an NPU's memory.
 NO_MEMORY = ("Out of Memory", "Memory not enough", "EL0004")
 BUILD = os.path.join(ROOT, "mindlora", "ops", "build.py")
 LIBRARY = os.path.join(ROOT, "mindlora", "ops", "lib", "libmindlora_cpu.so")
-# Prints what the device computes, or why it does not.
+# Prints a result from the device, or the reason for its failure.
 PROBE = """
 import sys
 import mindspore as ms
@@ -54,24 +54,24 @@ except Exception as error:
     sys.exit(str(error).strip().split(". ")[0])
 """
 LORA_YAML = os.path.join("configs", "tiny", "lora_llama_tiny_cpu.yaml")
-# The first and the last loss on the device may differ from the CPU's by these shares.
+# Allowed relative differences of the first and the last loss from the CPU's.
 FIRST_LOSS, LAST_LOSS = 0.01, 0.1
 HOUR, PROBE_LIMIT = 3600, 600  # seconds
 
 
 @dataclasses.dataclass
 class Place:
-    """Where the steps run.
+    """The environment in which the steps run.
 
     Attributes:
         given (argparse.Namespace): The options.
         work (str): A folder that is removed at the end.
-        environment (dict): Of all commands; the build adds its package to it.
-        clean (Cleaner): What every text in the report goes through.
+        environment (dict): The environment of all commands; the build adds its package to it.
+        clean (Cleaner): Cleans every text in the report.
         npus (Npus): The NPUs of this machine.
-        report (Report): The folder that is left.
-        tuned (str or None): The folder of the quickstart, once it ran.
-        built (bool): Whether the build said that it made the kernels.
+        report (Report): The report's folder, which stays.
+        tuned (str or None): The quickstart's folder, once it has run.
+        built (bool): Whether the build reported that it made the kernels.
     """
 
     given: argparse.Namespace
@@ -96,7 +96,7 @@ class Place:
             return file.read()
 
     def problem(self) -> Optional[str]:
-        """Returns why nothing can be computed on the device, or None. The device is asked once."""
+        """Returns why nothing can be computed on the device, or None. The device is tried once."""
         if self.given.device == "Ascend" and self.npus.problem():
             return self.npus.problem()
         if not self.probed:
@@ -107,15 +107,15 @@ class Place:
         return self.device_problem
 
     def no_kernels(self) -> Sequence[str]:
-        """Returns the last lines that mean that MindSpore has no kernels to try, unless those that it needs were built.
+        """Returns the last lines that mean that MindSpore has no kernels to test, unless the needed ones were built.
 
-        On an NPU too it needs the CPU library, which infers shapes.
+        Even on an NPU, MindSpore needs the CPU library, which infers shapes.
         """
         made = self.built or self.given.device == "CPU"
         return () if made and os.path.exists(LIBRARY) else NO_KERNELS
 
     def python(self, script: str, *arguments: str) -> List[str]:
-        """Returns the command that runs a program of scripts/."""
+        """Returns the command that runs a program in scripts/."""
         return [sys.executable, os.path.join(ROOT, "scripts", script), *arguments]
 
     def quick(self) -> List[str]:
@@ -124,7 +124,7 @@ class Place:
 
 
 def on_device(step: Callable[[Place], Iterator[Outcome]], name: str) -> Callable[[Place], Iterator[Outcome]]:
-    """Returns a step that says so where there is no such device."""
+    """Returns a step that reports a missing device instead of running."""
 
     def guarded(place: Place) -> Iterator[Outcome]:
         if place.problem():
@@ -146,16 +146,16 @@ def doctor(place: Place) -> Iterator[Outcome]:
 
 
 def what_doctor_found(text: str) -> str:
-    """Returns the warnings, such as that of an untested MindSpore, and the versions of what the doctor printed."""
+    """Returns the warnings, such as an untested MindSpore, and the versions in the doctor's output."""
     versions = [" ".join(item) for item in re.findall(r"^(CANN|driver) +(\S+(?: \S+)*)", text, re.MULTILINE)]
-    # A warning goes on in the indented lines below it.
+    # A warning continues in the indented lines below it.
     warnings = [" ".join(lines.split()) for lines in re.findall(r"^warning +(.*(?:\n +.*)*)", text, re.MULTILINE)]
     found = ["no errors", *(f"warning: {warning}" for warning in warnings), ", ".join(versions)]
     return "; ".join([*found, "the log names all versions and the path of each operator"])
 
 
 def library(place: Place) -> Iterator[Outcome]:
-    """The CPU library, which infers shapes on an NPU too: pip builds it, a checkout alone has none."""
+    """The CPU library, which infers shapes on an NPU too: pip builds it, but a bare checkout has none."""
     if runpy.run_path(BUILD)["is_current"]():
         outcome = Outcome("library", HELD, "the CPU library is there, and no source is newer")
     elif unwritable():
@@ -166,7 +166,7 @@ def library(place: Place) -> Iterator[Outcome]:
 
 
 def build(place: Place) -> Iterator[Outcome]:
-    """build_ascend.sh, into the folder where mindlora looks; the steps after it use the package."""
+    """build_ascend.sh, into the folder where mindlora looks; later steps use the package."""
     if place.given.device == "CPU":
         yield Outcome("build", NOT_RUN, "the kernels are for NPUs only", excused=True)
         return
@@ -178,7 +178,7 @@ def build(place: Place) -> Iterator[Outcome]:
     outcome = place.run("build", command, 2 * HOUR, CANNOT_BUILD)
     if outcome.state == HELD:
         outcome.line, place.built = "the operator package is built and installed", True
-        # As `source set_env.bash` does.
+        # Sets what `source set_env.bash` sets.
         package = os.path.join(ROOT, "mindlora", "ops", "lib", "ascend", "vendors", "mindlora")
         others = place.environment.get("ASCEND_CUSTOM_OPP_PATH", "")
         place.environment["ASCEND_CUSTOM_OPP_PATH"] = ":".join(filter(None, [package, others]))
@@ -186,7 +186,7 @@ def build(place: Place) -> Iterator[Outcome]:
 
 
 def doctor_after(place: Place) -> Iterator[Outcome]:
-    """mindlora doctor once more: where the kernels were built and an NPU is there, it must name them as the path."""
+    """mindlora doctor again: if the kernels were built and an NPU is present, it must name them as the path."""
     name = "doctor-after"
     if not place.built:
         yield Outcome(name, NOT_RUN, "there is no new build, so it would say the same as before")
@@ -198,13 +198,13 @@ def doctor_after(place: Place) -> Iterator[Outcome]:
 
 
 def operator_paths(text: str) -> Dict[str, Tuple[str, str]]:
-    """Returns {operator: (path, the first line of why)} from what the doctor printed, of those that have a kernel."""
+    """Returns {operator: (path, first line of the reason)} from the doctor's output, for operators with a kernel."""
     rows = re.findall(rf"^({'|'.join(KERNELS)}) +(ascend|cpu|composed|none) +(.*)$", text, re.MULTILINE)
     return {op: (path, reason) for op, path, reason in rows}
 
 
 def judge_paths(outcome: Outcome, paths: Dict[str, Tuple[str, str]], on_npu: bool) -> None:
-    """Puts the path of each operator into an outcome, which holds if all are the kernels or there is no NPU."""
+    """Adds each operator's path to an outcome, which passes if all paths are kernels or there is no NPU."""
     outcome.line = ", ".join(f"{op}: {path}" for op, (path, _) in paths.items()) or "the log names no operator"
     others = [f"{op} is {path}: {reason}" for op, (path, reason) in paths.items() if path != "ascend"]
     if on_npu and (others or not paths):
@@ -213,7 +213,7 @@ def judge_paths(outcome: Outcome, paths: Dict[str, Tuple[str, str]], on_npu: boo
 
 
 def aclnn(place: Place) -> Iterator[Outcome]:
-    """check_aclnn.sh: every kernel against its reference, called by CANN alone, before MindSpore is involved."""
+    """check_aclnn.sh: every kernel against its reference, called through CANN without MindSpore."""
     if place.given.device == "CPU":
         yield Outcome("aclnn", NOT_RUN, "CANN calls kernels on an NPU only", excused=True)
         return
@@ -233,7 +233,7 @@ def aclnn(place: Place) -> Iterator[Outcome]:
 
 
 def name_files(outcome: Outcome, log: str) -> None:
-    """Puts into an outcome which golden files a kernel did not compute, by how much, and which kernels these are."""
+    """Adds to an outcome the golden files that kernels failed, by how much, and the names of these kernels."""
     kernel, results = "", {}
     for line in log.splitlines():
         starts, case = re.match(r"(\w+) on device ", line), re.match(r"(TRY |PASS|FAIL) ([^:]+)(?:: )?(.*)", line)
@@ -254,7 +254,7 @@ def name_files(outcome: Outcome, log: str) -> None:
 
 
 def operators(place: Place) -> Iterator[Outcome]:
-    """Every operator in every dtype against its reference, in processes of their own: one that hangs stops no other."""
+    """Every operator in every dtype against its reference, in separate processes, so that hangs stay isolated."""
     for dtype in DTYPES:
         for op in OPERATORS:
             name = f"{op} {dtype}"
@@ -290,7 +290,7 @@ def fine_tune(place: Place) -> Iterator[Outcome]:
 
 
 def training(place: Place, output: str) -> List[str]:
-    """Returns script and arguments of the quickstart's LoRA run, on the device."""
+    """Returns the script and arguments of the quickstart's LoRA run, on the device."""
     (data,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "dialogues.mindrecord"))
     (base,) = glob.glob(os.path.join(place.tuned or "", "cache_*", "Llama-tiny"))
     return [
@@ -308,10 +308,10 @@ def losses(folder: str) -> List[float]:
 
 
 def compare_losses(outcome: Outcome, expected: List[float], found: List[float]) -> None:
-    """Puts the first and last losses of both runs into an outcome, and whether they agree."""
+    """Adds the first and last losses of both runs, and whether they agree, to an outcome."""
     outcome.figures = {"CPU": expected, "device": found}
     pairs = [(expected[0], found[0], FIRST_LOSS), (expected[-1], found[-1], LAST_LOSS)]
-    # Written so that NaN does not hold.
+    # Written so that NaN fails.
     agree = len(expected) == len(found) and all(abs(a - b) <= share * a for a, b, share in pairs)
     outcome.state = HELD if agree else FAILED
     outcome.line = "loss from {:.3f} to {:.3f}, on a CPU from {:.3f} to {:.3f}".format(
@@ -320,7 +320,7 @@ def compare_losses(outcome: Outcome, expected: List[float], found: List[float]) 
 
 
 def name_paths(outcome: Outcome, log: str, built: bool) -> None:
-    """Adds to an outcome which path of lora_delta the run took; kernels that were built must have been taken."""
+    """Adds the run's path of lora_delta to an outcome; if kernels were built, the run must have used them."""
     picked = re.findall(r"Path of lora_delta for (\d+) cells: (\w+), (.*)", log)
     outcome.figures["paths"] = {path: int(cells) for cells, path, _ in picked}
     shown = " and ".join(f"{path} on {cells} cells" for cells, path, _ in picked)
@@ -358,7 +358,7 @@ def two_devices(place: Place) -> Iterator[Outcome]:
 
 
 def bench(place: Place) -> Iterator[Outcome]:
-    """bench.py ops: the operators beside MindSpore's own."""
+    """bench.py ops: the operators against MindSpore's own."""
     result = os.path.join(place.work, "bench.json")
     command = place.python("bench.py", "ops", "--device", place.given.device, "--json", result, *place.quick())
     outcome = place.run("bench", command, cannot=place.no_kernels())
@@ -369,7 +369,7 @@ def bench(place: Place) -> Iterator[Outcome]:
 
 
 def msprof(place: Place) -> Iterator[Outcome]:
-    """The times of the kernels alone, by CANN's profiler."""
+    """The times of only the kernels, by CANN's profiler."""
     name, folder = "msprof", os.path.join(place.work, "msprof")
     program = shutil.which("msprof", path=place.environment.get("PATH"))
     if place.given.device == "CPU" or not program:
@@ -390,7 +390,7 @@ def msprof(place: Place) -> Iterator[Outcome]:
 
 
 def kernel_times(folder: str) -> Dict[str, Any]:
-    """Returns microseconds and calls of our kernels and of MindSpore's products, from msprof's op_summary files."""
+    """Returns the microseconds and calls of our kernels and MindSpore's products, from msprof's op_summary files."""
     found: Dict[str, List[float]] = {}
     wanted: Tuple[str, ...] = (*(kernel for kernel, _ in KERNELS.values()), "MatMul")
     for path in glob.glob(os.path.join(folder, "**", "op_summary*.csv"), recursive=True):
@@ -406,7 +406,7 @@ def kernel_times(folder: str) -> Dict[str, Any]:
 
 
 def read_json(path: str) -> Dict[str, Any]:
-    """Returns what a program wrote, or nothing if it did not come to it."""
+    """Returns the JSON that a program wrote, or an empty result if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)

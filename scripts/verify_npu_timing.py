@@ -1,4 +1,4 @@
-"""The step `ways` of scripts/verify_npu.py: lora_delta on either kind of cores, and on few and many of them."""
+"""The step `ways` of scripts/verify_npu.py: lora_delta on either kind of cores, and on few and many cores."""
 
 import csv
 import dataclasses
@@ -12,14 +12,14 @@ from verify_npu_run import FAILED, HELD, NOT_RUN, Outcome
 from verify_npu_ways import SHAPES, title
 
 KIND, CORES = "MINDLORA_ASCEND_KIND", "MINDLORA_ASCEND_CORES"
-# "" is what the plan chooses.
+# "" means the plan's choice.
 SETTINGS = {"kinds": (KIND, ("", "vector", "cube")), "cores": (CORES, ("", "2", "4", "8", "12", "16", "20", "24"))}
-# How the host side refuses more cores than there are.
+# The host side's error for more cores than the chip has.
 TOO_MANY = f"{CORES} is "
 
 
 def ways(place: Any) -> Iterator[Outcome]:
-    """Both kinds of cores from 4 to 16 tokens, and few and many cores at 512: what the plans' estimates hang on."""
+    """Both kinds of cores from 4 to 16 tokens, and few and many cores at 512: the inputs of the plans' estimates."""
     if place.given.device == "CPU":
         yield Outcome("ways", NOT_RUN, "a CPU has no cube and vector cores to choose from", excused=True)
         return
@@ -64,13 +64,13 @@ def profiler(place: Any) -> str:
 
 
 def too_many(place: Any, outcome: Outcome) -> bool:
-    """Returns whether a run ended because the chip has fewer cores than it was to take."""
+    """Returns whether a run ended because the chip has fewer cores than requested."""
     with open(os.path.join(place.given.output, outcome.log), encoding="utf-8") as log:
         return TOO_MANY in log.read()
 
 
 def kernel_times(folder: str, part: str) -> Dict[str, Any]:
-    """Returns by shape the median of LoraDelta's microseconds, and its blocks, from msprof's op_summary files."""
+    """Returns the median of LoraDelta's microseconds and its blocks, by shape, from msprof's op_summary files."""
     found: Dict[str, List[Dict[str, str]]] = {}
     for path in glob.glob(os.path.join(folder, "**", "op_summary*.csv"), recursive=True):
         with open(path, encoding="utf-8", newline="") as file:
@@ -108,6 +108,6 @@ def summary(part: str, microseconds: Dict[str, Dict[str, Any]]) -> str:
 
 
 def cube_is_faster(microseconds: Dict[str, Dict[str, Any]], shape: str) -> bool:
-    """Returns whether a shape took less time on the cube cores than on the vector cores."""
+    """Returns whether a shape was faster on the cube cores than on the vector cores."""
     cube, vector = (microseconds.get(kind, {}).get(shape) for kind in ("cube", "vector"))
     return cube is not None and vector is not None and cube["median"] < vector["median"]

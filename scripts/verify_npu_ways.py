@@ -1,11 +1,11 @@
-"""Calls lora_delta on the shapes at which its plan chooses, and times the calls.
+"""Times lora_delta on the shapes near its plan's decisions.
 
     MINDLORA_ASCEND_KIND=cube msprof --output=times python scripts/verify_npu_ways.py kinds
     MINDLORA_ASCEND_CORES=8 msprof --output=times python scripts/verify_npu_ways.py cores
 
-kinds: 4 to 16 tokens, where the plan goes over from the vector to the cube cores. cores: 512 tokens, where it decides
-how many cores share the work. The host side of the kernel reads the variables; one process has one setting, since CANN
-keeps a plan. What is printed includes the host's time, which is longer than the kernel's; msprof has the kernel's.
+kinds: 4 to 16 tokens, where the plan switches from the vector to the cube cores. cores: 512 tokens, where it decides
+how many cores share the work. The kernel's host side reads the variables; one process has one setting, since CANN keeps
+a plan. The printed times include the host's time, which is longer than the kernel's; msprof has the kernel's time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SHAPES = {
 
 
 def arguments() -> argparse.Namespace:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(SHAPES))
     parser.add_argument("--device", choices=["Ascend", "CPU"], default="Ascend", help="default: Ascend")
@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
 
 
 def title(tokens: int, rank: int) -> str:
-    """Returns what a shape is called in the figures."""
+    """Returns the name of a shape in the figures."""
     return f"{tokens} tokens, rank {rank}"
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def timed(given: argparse.Namespace) -> Iterator[Tuple[int, int, float]]:
-    """Yields tokens, rank, and the median of the microseconds that a call takes."""
+    """Yields tokens, rank, and the median microseconds of a call."""
     import mindspore as ms
     import numpy as np
 

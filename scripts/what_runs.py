@@ -1,8 +1,8 @@
-"""Makes the tables of docs/what-runs.md from the tests that ran: which features were seen at work, on what, and where.
+"""Writes the tables of docs/what-runs.md from the tests that ran: which features ran, on which models, and where.
 
 MINDLORA_SHOWN=shown.jsonl bash scripts/test.sh        tests write there what they show
 python scripts/what_runs.py shown.jsonl                writes the tables
-python scripts/what_runs.py shown.jsonl --check        exits with 1 if they say more than was run
+python scripts/what_runs.py shown.jsonl --check        exits with 1 if they claim more than was run
 """
 
 import argparse
@@ -17,12 +17,12 @@ from tests.support.what_runs import FEATURES, MODELS, PLACES, TRAINERS  # noqa: 
 
 DOCUMENT = ROOT / "docs" / "what-runs.md"
 BEGIN, END = "<!-- Written by scripts/what_runs.py. -->\n", "<!-- End. -->\n"
-# Behind a place where a test is there that did not run.
+# Follows a place whose test exists but did not run.
 ON_REQUEST = "°"
 
 
 def shown(path):
-    """Returns {(feature, model, trainer, place): whether a test of it passed} of the lines that tests wrote."""
+    """Returns {(feature, model, trainer, place): whether a test of it passed} from the lines that tests wrote."""
     found = {}
     for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
         *key, _, passed = json.loads(line)
@@ -53,7 +53,7 @@ def _cell(feature, model, trainer, found):
 
 
 def claims(text):
-    """Yields what tables say, cell by cell: (title of the table, row, column, words of the cell)."""
+    """Yields the claims of tables, cell by cell: (title of the table, row, column, words of the cell)."""
     title, columns = "", []
     for line in text.splitlines():
         if line.startswith("## "):
@@ -66,12 +66,12 @@ def claims(text):
 
 
 def unshown(text, found):
-    """Returns what tables say and no test showed, as lines."""
+    """Returns the claims of tables that no test showed, as lines."""
     ran = {claim[:3]: claim[3] for claim in claims(tables(found))}
     lines = []
     for *where, words in claims(text):
         for word in sorted(words - ran.get(tuple(where), set())):
-            # A test that passed is there too.
+            # A test that passed exists too.
             if word.rstrip(ON_REQUEST) == word or word.rstrip(ON_REQUEST) not in ran.get(tuple(where), set()):
                 lines.append(f"{' / '.join(where)}: {word}")
     return lines

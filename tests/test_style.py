@@ -23,6 +23,8 @@ TRANSLATED = {
     r"\b(?<!here )(is|are|was|were) no (?!longer|more|less|fewer|further)[a-z]+\b": "is not a",
     r"\bAs of [A-Za-z_]+[.,;:]": "as in, or as for",
     r"\b(that|which) [\w' ]+ has not[.,:]": "lacks, or does not have",
+    r"^(Returns|Yields|Takes) what\b": "Returns the THING, Yields each THING",
+    r"\): (Of|Those|What of) [a-z]": "the noun: the dtype of, the cells that",
 }
 
 

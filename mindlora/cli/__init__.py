@@ -1,7 +1,7 @@
-"""The command ``mindlora VERB``: one module for verbs of a kind, each with a table VERBS.
+"""The command ``mindlora VERB``: one module for related verbs, each with a table VERBS.
 
-What a verb needs is imported inside its function, so that help and usage errors are printed at once. A verb returns its
-report: a dataclass whose str() is for people, and whose fields ``--json`` prints for programs; None if it has printed
+A verb's function imports its needs itself, so that help and usage errors are printed at once. A verb returns its
+report, a dataclass whose str() is for people and whose fields ``--json`` prints for programs, or None if it has printed
 everything itself, to ``arguments.stdout``. If the report has an ``exit_code``, it becomes the exit code of the command.
 """
 
@@ -20,7 +20,7 @@ from mindlora.core.errors import LoraError
 from mindlora.core.overrides import split_overrides
 
 _MODULES = (data, adapters, base, configs, runs, generate, chat, classify, eval, serve, sweep, rl)
-# What verbs were called before there were groups -> their names. They go with the next version.
+# Names of verbs before there were groups -> their names now. The next version removes them.
 _EARLIER = {
     **{verb.name: ("adapter", verb.name) for verb in adapters.OF_ADAPTERS},
     **{"convert-base": ("base", "convert"), "quantize-base": ("base", "quantize"), "merge": ("base", "merge")},
@@ -35,7 +35,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """
     arguments = _parse(argv)
     try:
-        # MindFormers logs to stdout, but only the report may go there.
+        # MindFormers logs to stdout, where only the report may go.
         with _stdout_for_the_report() as arguments.stdout, contextlib.redirect_stdout(sys.stderr):
             report = arguments.run(arguments)
     except LoraError as error:
@@ -53,17 +53,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         print(json.dumps(dataclasses.asdict(report), ensure_ascii=False) if arguments.json else report, flush=True)
     except BrokenPipeError:
-        # A reader such as head has seen enough. Python would complain once more when it closes stdout.
+        # A reader such as head has closed the pipe. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return getattr(report, "exit_code", 0)
 
 
 @contextlib.contextmanager
 def _stdout_for_the_report() -> Iterator[TextIO]:
-    """Gives a stream to stdout, and sends to stderr what MindSpore's libraries write to the descriptor meanwhile.
+    """Yields a stream to stdout, and redirects to stderr what MindSpore's libraries write to the descriptor meanwhile.
 
-    A program that reads the report would take that for a part of it. A terminal stays as it is, for a chat's sake, and
-    so does a stream that the process was started without.
+    A program that reads the report would take that for a part of it. A terminal stays as it is, for chats, and
+    so does a missing stream.
     """
     stdout = sys.stdout
     if stdout is None or sys.stderr is None or stdout is not sys.__stdout__ or stdout.isatty():
@@ -92,7 +92,7 @@ def _parse(argv):
 
 
 def _renamed(argv):
-    """Returns the arguments with a verb's earlier name replaced; stderr says so."""
+    """Returns the arguments with a verb's earlier name replaced, with a warning on stderr."""
     name = argv[0] if argv else None
     if name not in _EARLIER:
         return argv

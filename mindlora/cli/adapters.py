@@ -16,7 +16,7 @@ _OUTPUT_HELP = "the folder to write, in PEFT's format; of Stable Diffusion in di
 
 
 class _Forms:
-    """The forms that can be written, which are imported only where a command asks for them; and ``more``."""
+    """The forms that can be written, imported only when a command needs them, and ``more``."""
 
     def __init__(self, *more: str) -> None:
         self._more = more
@@ -32,7 +32,7 @@ class _Forms:
 
 @dataclasses.dataclass(frozen=True)
 class CombineReport:
-    """What combine wrote: (path, weight) of each adapter, the distinct ranks and how many cells there are."""
+    """The result of combine: (path, weight) of each adapter, the distinct ranks and the number of cells."""
 
     output: str
     method: str
@@ -121,7 +121,7 @@ def _convert(arguments: argparse.Namespace) -> Any:
 
 
 def _form_of(output: str) -> str:
-    """Returns the form of a file whose ending no other form has."""
+    """Returns the form of a file whose ending is unique to it."""
     from mindlora.core.errors import ConfigError
     from mindlora.core.formats import gguf_file
 
@@ -314,7 +314,7 @@ def _add_run_options(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def _run_settings(arguments: argparse.Namespace) -> "RunSettings":
-    """Returns the RunSettings that the options give."""
+    """Returns the RunSettings of the options."""
     from mindlora.files.adapters.sharding.run_settings import RunSettings, heads_of, pet_config_of
 
     heads = base_model(arguments).heads

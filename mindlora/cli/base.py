@@ -123,7 +123,7 @@ def _quantize_base(arguments: argparse.Namespace) -> Any:
 
 
 def _loftq_config(arguments):
-    """Returns the LoraConfig that the flags of LoftQ describe, or None without them."""
+    """Returns the LoraConfig of LoftQ's flags, or None without them."""
     from mindlora.core.errors import ConfigError
     from mindlora.core.fields import COUNT, check_number
     from mindlora.models.lora_config import LoraConfig
@@ -220,7 +220,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
 
 
 class _Bar:
-    """A progress bar on a terminal, shown after a second; call it with the bytes just done and the bytes in all."""
+    """A progress bar on a terminal, shown after a second; call it with the bytes just processed and the total bytes."""
 
     def __init__(self, name):
         self._name = name

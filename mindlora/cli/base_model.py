@@ -1,4 +1,4 @@
-"""The model under an adapter, as --base FOLDER|YAML names it: its kind and the sizes of its attention."""
+"""The model under an adapter, named by --base FOLDER|YAML: its kind and the sizes of its attention."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Sequence, Tuple
 if TYPE_CHECKING:
     from mindlora.files.adapters.convert import Heads
 
-# Flags whose place an option of this module has taken: those of adapters, of bases, and of all. They go with the next
+# Flags that an option of this module replaces: for adapters, for bases, and for all. They go with the next
 # version.
 SIZES = ("--heads", "--kv-heads", "--head-dim", "--q-lora-rank")
 ARCHITECTURE = "--architecture"
@@ -18,12 +18,12 @@ BASE_HEADS, KEY_VALUE_HEADS = SIZES[:2], SIZES[1:2]
 
 @dataclasses.dataclass(frozen=True)
 class BaseModel:
-    """What is known of a base model.
+    """The facts about a base model.
 
     Attributes:
-        heads (Heads): The sizes of its attention, and how it orders the rows of joined cells.
-        config (mapping): Its config.json, or what a YAML says of the model, with the model_type of a config.json; empty
-            if nothing names the model.
+        heads (Heads): The sizes of its attention, and its order of rows in joined cells.
+        config (mapping): Its config.json, or a YAML's settings of the model with the model_type of a config.json; empty
+            if no option names the model.
         is_graph_yaml (bool): Whether ``config`` is the model_config of a YAML for graph mode.
     """
 
@@ -33,14 +33,14 @@ class BaseModel:
 
 
 def add_base_model(parser: argparse.ArgumentParser, option: str, purpose: str, earlier: Sequence[str] = SIZES) -> None:
-    """Adds ``option``, which names a base model, with ``purpose`` as its help; ``earlier`` flags are taken unlisted."""
+    """Adds ``option``, which names a base model, with ``purpose`` as its help; ``earlier`` flags stay unlisted."""
     parser.add_argument(option, metavar="FOLDER|YAML", help=purpose)
     for flag in earlier:
         parser.add_argument(flag, type=str if flag == ARCHITECTURE else int, help=argparse.SUPPRESS)
 
 
 def base_model(arguments: argparse.Namespace, option: str = "--base") -> BaseModel:
-    """Returns what ``option`` of add_base_model says, or the earlier flags, with a warning on stderr.
+    """Returns the model of add_base_model's ``option``, or of the earlier flags, with a warning on stderr.
 
     Raises ConfigError if the folder or the YAML does not say how many heads the model has.
     """
@@ -66,7 +66,7 @@ def _value(arguments: argparse.Namespace, flag: str) -> Any:
 
 
 def read_base_model(path: str) -> BaseModel:
-    """Returns what a model's folder, by its config.json, or a MindFormers YAML says of the model.
+    """Returns the facts about a model in its folder's config.json or in a MindFormers YAML.
 
     Raises:
         ConfigError: The file cannot be read, or does not say how many heads the model has.
@@ -102,7 +102,7 @@ def _config_of_folder(folder: str) -> Dict[str, Any]:
 
 
 def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
-    """Returns what a YAML says of its model, with the model_type of its class, and whether it is for graph mode."""
+    """Returns a YAML's settings of its model, with the model_type of its class, and whether it is for graph mode."""
     from mindlora.core.yaml_file import read_merged, read_yaml
     from mindlora.run.checks.pynative import architecture_of, is_pynative
     from mindlora.run.yaml_run import YamlRun
@@ -116,7 +116,7 @@ def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
 
 
 def _model_type(architecture: Any, model_config: Mapping[str, Any]) -> Optional[str]:
-    """Returns the kind as a config.json calls it; None if it is not known."""
+    """Returns the model_type of a config.json; None if it is unknown."""
     from mindlora.models.architectures.llama import LLAMA
     from mindlora.models.architectures.qwen2 import QWEN2
 

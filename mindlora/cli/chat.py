@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mindlora.serving.dialogue import Dialogue
     from mindlora.serving.engine import Engine
 
-# Names that /adapters prints.
+# Maximum number of names that /adapters prints.
 _SHOWN = 50
 
 
@@ -90,12 +90,12 @@ class _Chat:
                 print(f"error: {error}", file=sys.stderr, flush=True)
 
     def _read(self) -> Optional[str]:
-        """Returns the next line, None at the end of input; Ctrl-C discards what was typed."""
+        """Returns the next line, None at the end of input; Ctrl-C discards the typed text."""
         if not sys.stdin.isatty():
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
         try:
-            # Once it is imported, readline edits the line where standard output is the terminal.
+            # Once imported, readline edits the line if standard output is the terminal.
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401
             with contextlib.redirect_stdout(self._screen), self._interrupts.raising():
@@ -134,13 +134,13 @@ class _Chat:
 
 
 class _Leave(Exception):
-    """The chat is to end."""
+    """Raised to end the chat."""
 
 
 class _Command(NamedTuple):
-    """A command: what it does with its argument, and the lines of /help.
+    """A command: its function, and its lines in /help.
 
-    ``run`` takes the argument, "" if there is none, and returns what the user is told.
+    ``run`` takes the argument, "" if there is none, and returns the reply to the user.
     """
 
     run: Callable[[str], str]
@@ -149,7 +149,7 @@ class _Command(NamedTuple):
 
 
 class _Commands:
-    """What a user can do in a chat besides talking; ``answer_again`` has the last question answered once more."""
+    """The commands of a chat; ``answer_again`` answers the last question again."""
 
     def __init__(self, dialogue: "Dialogue", engine: "Engine", answer_again: Callable[[], None]):
         self._dialogue = dialogue
@@ -170,9 +170,9 @@ class _Commands:
         }
 
     def run(self, line: str) -> str:
-        """Runs a line that begins with a slash and returns what the user is told; "" for nothing.
+        """Runs a line that begins with a slash and returns the reply to the user, which may be "".
 
-        Raises _Leave if the chat is to end, and LoraError if there is no such command, or it cannot be done.
+        Raises _Leave to end the chat, and LoraError for unknown commands and failures.
         """
         name, _, argument = line[1:].strip().partition(" ")
         command = self._table.get(name)
@@ -251,7 +251,7 @@ class _Commands:
 
     @property
     def speaker(self) -> str:
-        """Who answers, in words."""
+        """A description of who answers."""
         return self._dialogue.adapter or "the base"
 
 

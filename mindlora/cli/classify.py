@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ClassifyReport:
-    """What adapters say of texts: text by text, and of each, adapter by adapter.
+    """The adapters' labels of texts: text by text, and for each, adapter by adapter.
 
     Attributes:
-        measures (tuple of LabelMeasures): Of the adapters, where texts have labels.
+        measures (tuple of LabelMeasures): The adapters' measures, if texts have labels.
     """
 
     model: str
@@ -44,7 +44,7 @@ class ClassifyReport:
 
 
 def _lines(judgment: "Judgment") -> List[str]:
-    """Returns lines of what is said and of what, with tabs between them; a word has a line of its own."""
+    """Returns lines of label and text, separated by tabs; each word has its own line."""
     if judgment.words is not None:
         return [*(f"{word.label}\t{word.probabilities[word.label]:.4f}\t{word.word}" for word in judgment.words), ""]
     text = " ".join(judgment.text.split())
@@ -80,7 +80,7 @@ def _classify_options(parser: argparse.ArgumentParser) -> None:
 
 
 def classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
-    """Runs mindlora classify; returns nothing if all was written to --output."""
+    """Runs mindlora classify; returns None if everything was written to --output."""
     with Interrupts(clean_up=remove_log):
         return _classify(arguments)
 
@@ -109,7 +109,7 @@ def _classify(arguments: argparse.Namespace) -> Optional[ClassifyReport]:
 
 
 def _read_names(labels: Optional[str]) -> Optional[List[str]]:
-    """Returns the names of --labels, which are a list or in a file; None if it was not given."""
+    """Returns the names of --labels, a list or a file; None if it was not given."""
     from mindlora.data.sources import read_text
     from mindlora.serving.score_head import read_names
 

@@ -16,13 +16,13 @@ from mindlora.core.text import fields, suggestion
 from mindlora.training.rl.teacher import teacher_of
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
-# Options that say how the YAML of --from is to be, and nothing without it.
+# Options that shape the YAML of --from, and have no effect without it.
 _OF_A_DRAFT = ("device", "devices", "seq_length", "recipe", "data", "prompts", "rewards", "teacher")
 
 
 @dataclasses.dataclass(frozen=True)
 class Configurations:
-    """The configurations in a folder: name, as ``mindlora configs NAME`` takes it -> the first line of its comment."""
+    """The configurations in a folder: name for ``mindlora configs NAME`` -> the first line of its comment."""
 
     folder: str
     summaries: Dict[str, str]
@@ -36,7 +36,7 @@ class Configurations:
 
 @dataclasses.dataclass(frozen=True)
 class CopiedConfiguration:
-    """A configuration that was copied, and the file that was written."""
+    """A copied configuration, and the written file."""
 
     name: str
     output: str
@@ -52,7 +52,7 @@ class WrittenConfiguration:
     Attributes:
         parameters, trained (int): Elements of all parameters, and of those that are trained.
         steps (int): Steps of the run, or None if no data was named.
-        notes (tuple of str): What else the user should know.
+        notes (tuple of str): Further notes for the user.
         commands (tuple of str): What to do next, in order.
     """
 
@@ -126,7 +126,7 @@ def _configs(arguments: argparse.Namespace) -> object:
 
 
 def _teacher(text: Optional[str]) -> Any:
-    """Returns what --teacher names, as a YAML has it: a node begins with a brace."""
+    """Returns the value of --teacher for a YAML: text that begins with a brace is a node."""
     if text is None:
         return None
     try:
@@ -168,7 +168,7 @@ def _write(arguments: argparse.Namespace) -> WrittenConfiguration:
 
 
 def _check_output(output: Optional[str], overwrite: bool, what: str) -> str:
-    """Returns the path to write to; raises ConfigError if there is none, or a file that may not be replaced."""
+    """Returns the path to write to; raises ConfigError if it is missing, or a file that may not be replaced."""
     if output is None:
         raise ConfigError(f"Say where {what} goes, for instance --output my.yaml")
     if os.path.exists(output) and not overwrite:
@@ -178,7 +178,7 @@ def _check_output(output: Optional[str], overwrite: bool, what: str) -> str:
 
 def _configurations() -> Configurations:
     """Returns the configurations of this installation."""
-    # A wheel carries them in the package; in a checkout they are beside it.
+    # A wheel has them inside the package; a checkout beside it.
     for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs"):
         paths = sorted(folder.glob("*/*.yaml"))
         if paths:
@@ -200,7 +200,7 @@ def _copy(configurations: Configurations, name: str, output: Optional[str], over
     output = _check_output(output, overwrite, f"the copy of {name}")
     source = pathlib.Path(configurations.folder) / f"{name}.yaml"
     text = source.read_text(encoding="utf-8")
-    # The copy is in another folder than the file that base_config names.
+    # The copy is in a different folder from the file that base_config names.
     copied = re.sub(
         r"^(base_config: )(\S+)", lambda line: f"{line[1]}{source.parent.resolve() / line[2]}", text, flags=re.M
     )

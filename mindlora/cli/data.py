@@ -74,7 +74,7 @@ def _add_chat_template(parser):
 
 
 def _add_inputs(parser, fields):
-    """Adds the options for inputs that all kinds but text have; _example_settings reads all but --input."""
+    """Adds the options for inputs of all kinds except text; _example_settings reads all except --input."""
     parser.add_argument(
         "--input",
         required=True,
@@ -140,7 +140,7 @@ def _add_conversion_options(parser):
 
 
 def _add_example_options(parser):
-    """Adds what all kinds but text have in common; _example_settings reads it."""
+    """Adds the common options of all kinds except text; _example_settings reads them."""
     parser.add_argument(
         "--holdout",
         type=float,
@@ -177,7 +177,7 @@ def _conversion(arguments):
 
 
 def _conversion_settings(arguments):
-    """Returns what else _add_conversion_options adds."""
+    """Returns the other settings of _add_conversion_options."""
     return {
         "train_vocab_size": arguments.train_tokenizer,
         "train_texts": arguments.train_tokenizer_on,
@@ -198,7 +198,7 @@ def _example_settings(arguments):
 
 
 def _parse_columns(text):
-    """Returns {field: column} of ``field=column,...``; an empty text keeps all names."""
+    """Returns {field: column} for ``field=column,...``; an empty text keeps all names."""
     pairs = [part.split("=", 1) for part in text.split(",")] if text else []
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise DataError(f"--columns {text}: write FIELD=COLUMN, and a comma between two of them.")

@@ -1,4 +1,4 @@
-"""The options of generate, chat and serve, and the engine that they describe, with MindFormers' log off the screen."""
+"""The options of generate, chat and serve, and their engine, with MindFormers' log off the screen."""
 
 import argparse
 import atexit
@@ -57,16 +57,16 @@ _LOG = "mindlora-log-"
 
 
 class Adapters(NamedTuple):
-    """The adapters that a command line names, and of them, in order, the names of those of --adapter."""
+    """The adapters that a command line names, and the names given by --adapter, in order."""
 
     registry: "AdapterRegistry"
     chosen: List[str]
 
 
 def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]) -> None:
-    """Adds what picks base, adapters and sizes; overrides of the YAML are taken too.
+    """Adds the options for base, adapters and sizes; overrides of the YAML are taken too.
 
-    ``defaults`` says for the help what slots, max-running and max-waiting are if they are not given.
+    ``defaults`` has the defaults of slots, max-running and max-waiting, for the help.
     """
     add_model_options(parser)
     parser.add_argument("--adapters", metavar="DIR", help="folder whose subfolders are adapters")
@@ -112,9 +112,9 @@ def add_engine_options(parser: argparse.ArgumentParser, defaults: Dict[str, str]
 def add_answer_options(
     parser: argparse.ArgumentParser, template: str, temperature: float, max_tokens: str, defaults: Dict[str, str]
 ) -> None:
-    """Adds how a text becomes a prompt and how its answer is chosen, and then what add_engine_options does.
+    """Adds the options for prompts and sampling, and those of add_engine_options.
 
-    For the help, ``template`` says what is done without --template, and ``max_tokens`` what the default is.
+    For the help, ``template`` describes the default of --template, and ``max_tokens`` that of --max-tokens.
     """
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
@@ -170,13 +170,13 @@ def fixed_batches(text: str) -> Tuple[int, ...]:
 
 
 def given_fields(arguments: argparse.Namespace, options: Sequence[str]) -> Dict[str, Any]:
-    """Returns those of the options that were given, by the names of fields."""
+    """Returns the given options by the names of fields."""
     fields = [option.replace("-", "_") for option in options]
     return {field: getattr(arguments, field) for field in fields if getattr(arguments, field) is not None}
 
 
 def read_answer_options(arguments: argparse.Namespace) -> Tuple["Sampling", Adapters]:
-    """Returns how answers are chosen and who gives them; the options of prompts are checked too, no file is read."""
+    """Returns the sampling and the adapters; also checks the options of prompts, without reading files."""
     from mindlora.serving.chat_prompt import check_prompt_options
 
     sampling = _read_sampling(arguments)
@@ -185,7 +185,7 @@ def read_answer_options(arguments: argparse.Namespace) -> Tuple["Sampling", Adap
 
 
 def prompt_form(arguments: argparse.Namespace, tokenizer: Any, chat: bool = False) -> "PromptForm":
-    """Returns what prompts become, by the options of add_answer_options; ``chat`` is as in choose_prompt_form."""
+    """Returns the form of prompts by the options of add_answer_options; ``chat`` is as in choose_prompt_form."""
     from mindlora.serving.chat_prompt import choose_prompt_form
 
     variables = arguments.chat_template_kwargs
@@ -193,7 +193,7 @@ def prompt_form(arguments: argparse.Namespace, tokenizer: Any, chat: bool = Fals
 
 
 def _read_sampling(arguments: argparse.Namespace) -> "Sampling":
-    r"""Returns what the options say, checked; max_tokens is left to the caller. \n in --stop is a new line."""
+    r"""Returns the checked sampling of the options; the caller sets max_tokens. \n in --stop is a new line."""
     from mindlora.serving.request import Sampling
     from mindlora.serving.sampling import check_sampling
 
@@ -213,7 +213,7 @@ def _read_sampling(arguments: argparse.Namespace) -> "Sampling":
 def read_adapters(arguments: argparse.Namespace) -> Adapters:
     """Returns the adapters of --adapter and --adapters; no file is read.
 
-    Raises ConfigError if there is nothing at a path, or a name is given twice.
+    Raises ConfigError if a path does not exist, or a name is given twice.
     """
     from mindlora.serving.adapter_registry import AdapterRegistry
 
@@ -244,7 +244,7 @@ def _named_path(text: str, folder: "AdapterRegistry") -> Tuple[str, Optional[str
 
 
 def unknown_adapter(name: str, registry: "AdapterRegistry") -> str:
-    """Returns why there is no adapter of that name, and which names are like it."""
+    """Returns an error for an unknown name of an adapter, with similar names."""
     names = registry.names()
     where = "there is no such file or folder" + (f", and no adapter of that name in {registry.folder}" if names else "")
     near = " or ".join(map(shown, difflib.get_close_matches(name, names, n=3)))
@@ -258,10 +258,10 @@ def build(
     defaults: Optional[Dict[str, int]] = None,
     chosen: Sequence[str] = (),
 ) -> "Engine":
-    """Returns the engine that a command line describes, not started.
+    """Returns the engine of a command line, not started.
 
-    Callers name the base ``model_name``, or as the YAML does; ``defaults`` has fields of EngineSettings where the
-    command line gives none; ``chosen`` are the adapters that are known to be used.
+    Callers name the base ``model_name``, or by the YAML's name; ``defaults`` has fields of EngineSettings that the
+    command line does not set; ``chosen`` are the adapters that are known to be used.
 
     Raises LoraError if a setting is wrong, or a file cannot be read.
     """
@@ -275,14 +275,17 @@ def build(
     fields = ["adapter-dtype", "product-dtype", "fixed-batches", *(name for name, _ in _SIZES)]
     sizes = {**(defaults or {}), **given_fields(arguments, fields)}
     with yaml_of(arguments) as config:
-        # It takes seconds to import: what is wrong above is said before that.
+        # It takes seconds to import, so the faults above are reported first.
         import_mindformers()
+        from mindlora.network.graph_cache import VARIABLE, keep_in_home
         from mindlora.training.launch.serve import build_engine
 
         tokenizer = arguments.tokenizer or arguments.model
         engine = build_engine(config, overrides, tokenizer, registry, sizes, model_name, chosen)
-    # Not before: it is known now whether the device keeps graphs, and none is compiled until the engine starts.
-    _place_graphs(arguments.no_graph_cache)
+    # Not earlier: now it is known whether the device keeps graphs, and none is compiled until the engine starts.
+    if arguments.no_graph_cache:
+        os.environ[VARIABLE] = ""
+    keep_in_home(say, "--no-graph-cache")
     for note in engine.base_notes:
         say(note)
     if engine.runner.rounds and "product_dtype" not in sizes:
@@ -290,32 +293,10 @@ def build(
     return engine
 
 
-def _place_graphs(nowhere: bool) -> None:
-    """Decides where compiled graphs are kept for later starts: where the user says, else in the user's cache folder."""
-    import mindspore as ms
-
-    from mindlora.network.graph_cache import VARIABLE, home_folder
-
-    if nowhere:
-        os.environ[VARIABLE] = ""
-    if VARIABLE in os.environ or ms.get_context("device_target") != "CPU":
-        return
-    folder = home_folder()
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        say(f"compiled graphs are not kept for later starts: {error}. Set XDG_CACHE_HOME to a folder to write to.")
-        return
-    os.environ[VARIABLE] = str(folder)
-    if is_new:
-        say(f"compiled graphs are kept in {folder} for later starts (--no-graph-cache keeps none)")
-
-
 def prepare_imports() -> None:
-    """Does what must be done before MindSpore and transformers are imported."""
-    # Threads that spin between kernels cost more than they gain on few cores. MindSpore's warnings are not for the user
-    # of a model.
+    """Sets up the process before MindSpore and transformers are imported."""
+    # Threads that spin between kernels cost more than they gain on few cores. MindSpore's warnings do not concern the
+    # user of a model.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("GLOG_v", "3")
     quiet_transformers()
@@ -324,12 +305,12 @@ def prepare_imports() -> None:
 
 
 def say(text: str) -> None:
-    """Prints a line of the command's own to stderr."""
+    """Prints one of the command's own lines to stderr."""
     print(f"mindlora: {text}", file=sys.stderr, flush=True)
 
 
 def remove_log() -> None:
-    """Removes the folder of MindFormers' log, if it is one made here."""
+    """Removes the folder of MindFormers' log, if it was created here."""
     folder = os.environ.get("LOG_MF_PATH", "")
     if os.path.basename(folder).startswith(_LOG):
         shutil.rmtree(folder, ignore_errors=True)
@@ -337,9 +318,9 @@ def remove_log() -> None:
 
 @contextlib.contextmanager
 def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: Dict[str, int]) -> Iterator["Engine"]:
-    """Builds the engine of a command line, its chosen adapters read and checked; stops it at the end.
+    """Builds the engine of a command line, with its chosen adapters read and checked, and stops it at the end.
 
-    ``defaults`` and errors are those of ``build``.
+    ``defaults`` and errors are as in ``build``.
     """
     check_source(arguments)
     with log_elsewhere(arguments.verbose):
@@ -360,7 +341,7 @@ def loaded_engine(arguments: argparse.Namespace, adapters: Adapters, defaults: D
 
 
 def start(engine: "Engine", **expected: bool) -> None:
-    """Starts an engine and says how long it took; ``expected`` is as for Engine.start."""
+    """Starts an engine and prints how long it took; ``expected`` is as for Engine.start."""
     say("compiling ...")
     begin = time.monotonic()
     engine.start(**expected)
@@ -369,7 +350,7 @@ def start(engine: "Engine", **expected: bool) -> None:
 
 @contextlib.contextmanager
 def log_elsewhere(verbose: bool) -> Iterator[None]:
-    """Sends MindFormers' log to a temporary folder, unless it is asked for (``verbose``)."""
+    """Sends MindFormers' log to a temporary folder, unless ``verbose``."""
     if verbose:
         yield
         return
@@ -394,7 +375,7 @@ def _warnings_on_screen():
 
 
 class _Warnings(logging.Handler):
-    """Prints mindlora's warnings as its errors are printed."""
+    """Prints mindlora's warnings in the form of its errors."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,4 +1,4 @@
-"""mindlora eval: did it get better? Measures of a base and its adapters on the same texts, questions and samples."""
+"""mindlora eval: measures a base and its adapters on the same texts, questions and samples."""
 
 import argparse
 import dataclasses
@@ -38,7 +38,7 @@ _RULES = ("exact", "number")
 
 
 class _Inputs(NamedTuple):
-    """What the files of a command line hold, each with its path."""
+    """The contents of a command line's files, each with its path."""
 
     texts: List[Tuple[str, List[str]]]
     questions: List[Tuple[str, List["Question"]]]
@@ -116,7 +116,7 @@ def _evaluate(arguments: argparse.Namespace) -> "EvalReport":
 
 
 def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
-    """Raises ConfigError for options that are wrong whatever the files hold."""
+    """Raises ConfigError for options that are wrong regardless of the files."""
     if not any((arguments.texts, arguments.rows, arguments.choices, arguments.answers, arguments.forgetting)):
         raise ConfigError("Nothing is to be measured: give --texts, --rows, --choices, --answers or --forgetting.")
     if arguments.forgetting and not adapters.chosen:
@@ -138,7 +138,7 @@ def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> _Inputs:
-    """Reads what can be read without the model, so that a mistake in it is reported at once."""
+    """Reads the files that do not need the model, so that mistakes in them are reported at once."""
     from mindlora.serving.evaluation.questions import read_questions, read_tasks
     from mindlora.serving.evaluation.texts import read_documents
 
@@ -194,7 +194,7 @@ def _name(path: str) -> str:
 
 
 def _add_to_run(folder: str, report: "EvalReport") -> None:
-    """Appends a record to the history of a run that has ended, and writes its page again."""
+    """Appends a record to the history of a completed run, and rewrites its page."""
     from mindlora.training.report.history import HistoryWriter, read_history
 
     step = read_history(folder).last_step

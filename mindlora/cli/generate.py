@@ -33,10 +33,10 @@ class GenerateReport:
     """The answers to all prompts.
 
     Attributes:
-        template (str): What prompts became.
+        template (str): The form of the prompts.
         answers (tuple of Answer): In the order of the prompts; for each prompt the base first, if it is asked, then the
             adapters as they were named.
-        figures (Figures): What they took.
+        figures (Figures): Their costs.
     """
 
     model: str
@@ -91,7 +91,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
-    """Runs mindlora generate; returns nothing if the answer was printed as it came."""
+    """Runs mindlora generate; returns None if the answer was printed as it arrived."""
     with Interrupts(clean_up=remove_log):
         return _generate(arguments)
 
@@ -129,7 +129,7 @@ def _generate(arguments: argparse.Namespace) -> Optional[GenerateReport]:
 def _request(
     arguments: argparse.Namespace, engine: "Engine", form: "PromptForm", sampling: "Sampling", which: str, prompt: str
 ) -> Tuple[List[int], "Sampling"]:
-    """Returns the tokens of a prompt and how to continue them; they fit into the window."""
+    """Returns the tokens of a prompt and its sampling, which fit into the window."""
     tokens = form.tokens(prompt, system=arguments.system)
     room = engine.seq_length - len(tokens)
     if room < (arguments.max_tokens or 1):
@@ -149,7 +149,7 @@ def _answered(
     asked: Sequence[Optional[str]],
     live: Any,
 ) -> GenerateReport:
-    """Submits everything at once and waits for it; writes the text to ``live`` as it comes, unless that is None."""
+    """Submits everything at once and waits for it; writes the text to ``live`` as it arrives, unless that is None."""
     from mindlora.serving.answer import await_answer, figures_of
     from mindlora.serving.detokenizer import TextDecoder, TokenTexts
 
@@ -169,10 +169,10 @@ def _answered(
 
 
 def read_prompts(texts: Sequence[str], path: Optional[str]) -> List[str]:
-    r"""Returns the prompts of --prompt, as they are, and --prompts-file, or what standard input holds.
+    r"""Returns the prompts of --prompt, unchanged, and of --prompts-file, or those on standard input.
 
-    A file has a prompt a line, or, if it ends in .json, a list of texts; "-" stands for lines from standard input.
-    Raises DataError if it holds something else, and ConfigError if there is no prompt.
+    A file has one prompt per line, or, if it ends in .json, a list of strings; "-" stands for lines from standard
+    input. Raises DataError for other contents, and ConfigError if there is no prompt.
     """
     from mindlora.data.sources import read_text
 

@@ -18,24 +18,24 @@ from mindlora.core.text import suggestion
 from mindlora.serving.evaluation.texts import Passage, ask, score, start_tokens, windows
 from mindlora.serving.request import Sampling
 
-# What lm-eval passes to every model, and nothing here needs: the engine batches by itself, on the device of the YAML.
+# lm-eval's arguments for every model that are not needed here: the engine batches itself, on the YAML's device.
 _IGNORED = ("batch_size", "max_batch_size", "device", "trust_remote_code")
 _MAX_TOKENS = 256
 
 
 @register_model("mindlora")
 class HarnessModel(TemplateLM):
-    """A base, or the base with one adapter, as the tasks of lm-eval ask it.
+    """A base, or the base with one adapter, as a model for lm-eval's tasks.
 
-    Token by token it does what lm-eval's own model ``hf`` does: the same tokens, windows, stops and numbers.
+    It equals lm-eval's own model ``hf`` token by token: the same tokens, windows, stops and numbers.
 
     Args:
-        **options: The options of ``mindlora generate`` that pick base, adapter and sizes, in the command line's words:
+        **options: The options of ``mindlora generate`` for base, adapter and sizes, under the command line's names:
             config or model, load_checkpoint, tokenizer, adapter, adapters, seq_length and so on; keys of the YAML have
             a dot in their names.
 
     Raises:
-        LoraError: An option is unknown, or what ``mindlora generate`` raises.
+        LoraError: An option is unknown; also the errors of ``mindlora generate``.
     """
 
     def __init__(self, **options: Any):
@@ -45,11 +45,11 @@ class HarnessModel(TemplateLM):
         if len(adapters.chosen) > 1:
             raise ConfigError(f"adapter names {len(adapters.chosen)}, but lm-eval asks one model: name one adapter.")
         self.adapter: Optional[str] = next(iter(adapters.chosen), None)
-        # Not for longer: lm-eval prints its tables to standard output.
+        # No longer than this: lm-eval prints its tables to standard output.
         with log_elsewhere(arguments.verbose):
             self.engine = build(arguments, adapters.registry, defaults={"slots": 1}, chosen=adapters.chosen)
             start(self.engine)
-        # lm-eval does not say when it is done.
+        # lm-eval does not report its end.
         atexit.register(self.engine.stop)
         self.tokenizer = self.engine.tokenizer
         if self.tokenizer.eos_token_id is None:
@@ -69,16 +69,16 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a context and what follows it, at most."""
+        """The maximum number of tokens of a context and its continuation."""
         return self.engine.seq_length
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer from others, for lm-eval's caches."""
+        """The identity of this tokenizer, for lm-eval's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: List[Dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns a conversation as the tokenizer's chat template writes it."""
+        """Returns a conversation formatted by the tokenizer's chat template."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: Optional[bool] = None, **_: Any) -> List[int]:
-        """Returns the tokens of a text, with the special tokens that the tokenizer adds unless it has bos already."""
+        """Returns the tokens of a text, with the tokenizer's special tokens unless it already begins with bos."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -106,7 +106,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _passage(self, context: List[int], continuation: List[int]) -> Passage:
-        """Returns context and continuation, without the beginning of a context that is too long."""
+        """Returns context and continuation, with the beginning of an overlong context cut off."""
         if not 0 < len(continuation) <= self.max_length:
             raise RequestError(
                 f"A continuation of a task has {len(continuation)} tokens, and the model predicts 1 to "
@@ -116,7 +116,7 @@ class HarnessModel(TemplateLM):
         return Passage(tokens, len(tokens) - len(continuation))
 
     def loglikelihood_rolling(self, requests: List[Instance], disable_tqdm: bool = False) -> List[float]:
-        """Returns the log-likelihood of each text, in windows of which each begins with one token of the last one."""
+        """Returns the log-likelihood of each text, in windows that each begin with the previous one's last token."""
         passages: List[Passage] = []
         counts = []
         for request in requests:
@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def generate_until(self, requests: List[Instance], disable_tqdm: bool = False) -> List[str]:
-        """Returns how the model goes on after each context, up to a stop."""
+        """Returns the model's continuation of each context, up to a stop."""
         asked = []
         stops = []
         end = self.tokenizer.decode([self.eot_token_id])
@@ -151,7 +151,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _prompt(self, context: str, options: Dict[str, Any], until: List[str]) -> Tuple[List[int], Sampling]:
-        """Returns the last tokens of a context that leave room for the answer, and how to answer."""
+        """Returns the last tokens of a context that leave room for the answer, and its sampling."""
         limit = options["max_gen_toks"]
         room = self.max_length - limit
         if room < 1:
@@ -171,7 +171,7 @@ class HarnessModel(TemplateLM):
 
 
 def _full_windows(tokens: List[int], length: int) -> List[Passage]:
-    """Returns windows as lm-eval makes them: one token of overlap, and the last one as long as the others."""
+    """Returns lm-eval's windows: one token of overlap, and the last one as long as the others."""
     made = list(windows(tokens, length, 1))
     last = made[-1]
     scored = len(last.tokens) - last.first
@@ -181,7 +181,7 @@ def _full_windows(tokens: List[int], length: int) -> List[Passage]:
 
 
 def _arguments(options: Dict[str, Any]) -> argparse.Namespace:
-    """Returns what the command line of ``mindlora generate`` would say."""
+    """Returns the arguments of the equivalent ``mindlora generate``."""
     if ("config" in options) == ("model" in options):
         raise ConfigError("model_args must name one model: give config=YAML or model=FOLDER.")
     parser = argparse.ArgumentParser(prog="mindlora", add_help=False, exit_on_error=False)

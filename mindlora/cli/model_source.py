@@ -1,4 +1,4 @@
-"""Which model a command runs: that of a YAML (--config), or that of a folder from Hugging Face (--model)."""
+"""The model that a command runs: a YAML's (--config), or that of a folder from Hugging Face (--model)."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from mindlora.run.yaml_run import YamlRun
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --config and --model, one of which must be given, and what else picks the base and its tokenizer."""
+    """Adds --config and --model, one of which must be given, and the other options for the base and its tokenizer."""
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--config", metavar="YAML", help="the YAML of your training run, or one like it")
     sources.add_argument(
@@ -48,7 +48,7 @@ def source_of(arguments: argparse.Namespace) -> str:
 
 
 def check_source(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError if there is no such YAML or folder, which is otherwise said only after seconds of imports."""
+    """Raises ConfigError for a missing YAML or folder, which would otherwise be reported after seconds of imports."""
     if arguments.config is not None and not os.path.isfile(arguments.config):
         raise ConfigError(f"--config {arguments.config} does not exist. Check the path.")
     if arguments.model is not None and not os.path.isdir(arguments.model):
@@ -56,7 +56,7 @@ def check_source(arguments: argparse.Namespace) -> None:
 
 
 def name_of_base(arguments: argparse.Namespace) -> str:
-    """Returns what the base is called unless it is given a name: as the YAML's model, or as the folder."""
+    """Returns the default name of the base: the YAML's model or the folder."""
     from mindlora.run.configs.folder import name_of_folder
 
     asked = dict(keys_and_texts(arguments.overrides)).get("trainer.model_name")
@@ -67,10 +67,10 @@ def name_of_base(arguments: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields the path of the YAML that describes the model; of a folder, one that is written for as long.
+    """Yields the path of the model's YAML; for a folder, of a temporary one.
 
-    It is for the device of --device_target if that is among the overrides, and else for an NPU where MindSpore finds
-    one. Raises what ``drafts.folder.read_folder`` does.
+    It is for the device of --device_target if that is among the overrides, or else for an NPU if MindSpore finds
+    one. Raises as ``configs.folder.read_folder`` does.
     """
     if arguments.config is not None:
         yield arguments.config

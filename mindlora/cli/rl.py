@@ -11,11 +11,11 @@ from mindlora.training.rl.rules import KEY
 
 @dataclasses.dataclass(frozen=True)
 class RlRun:
-    """A run that has ended.
+    """A completed run.
 
     Attributes:
         yaml (str): Its YAML.
-        exit_code (int): That of mindlora-run.
+        exit_code (int): Exit code of mindlora-run.
     """
 
     yaml: str

@@ -55,7 +55,7 @@ def _doctor(arguments: argparse.Namespace) -> "DoctorReport":
     if arguments.devices is not None and not arguments.ascend:
         raise ConfigError("--devices says for how many devices a YAML is compiled: add --ascend.")
     with warnings.catch_warnings():
-        # Other packages warn while MindFormers is imported; mindlora's own warnings are in the report.
+        # Other packages warn during MindFormers' import; mindlora's own warnings are in the report.
         warnings.simplefilter("ignore")
         if arguments.adopt is not None:
             doctor.adopt_choices(arguments.adopt)
@@ -103,7 +103,7 @@ def _plan(arguments: argparse.Namespace) -> "Union[PlanReport, PynativePlan]":
 
 @dataclasses.dataclass(frozen=True)
 class PageReport:
-    """The page that mindlora report wrote, and the folders of the runs on it."""
+    """The page written by mindlora report, and the folders of the runs on it."""
 
     output: str
     runs: Tuple[str, ...]
@@ -114,7 +114,7 @@ class PageReport:
 
 @dataclasses.dataclass(frozen=True)
 class LivePageReport:
-    """Where mindlora report --live showed the page, and the folders of the runs on it."""
+    """The address of the page of mindlora report --live, and the folders of the runs on it."""
 
     url: str
     runs: Tuple[str, ...]
@@ -205,7 +205,7 @@ def _suggest(arguments: argparse.Namespace) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PluginPath:
-    """What plugin-path prints: the folder that holds bridge.py."""
+    """The output of plugin-path: the folder of bridge.py."""
 
     path: str
 
@@ -224,14 +224,14 @@ def _plugin_path(_: argparse.Namespace) -> PluginPath:
 
 @dataclasses.dataclass(frozen=True)
 class EvaReport:
-    """The adapter that mindlora eva wrote; str() is YAML to paste into pet_config.
+    """The adapter written by mindlora eva; str() is YAML to paste into pet_config.
 
     Attributes:
         output (str): Its folder.
         ranks (dict): Path -> rank of each selected cell.
-        batches (int): How many batches were read.
+        batches (int): Number of batches that were read.
         unsettled (tuple of str): Cells whose directions still changed with the last batch.
-        keys (dict): What pet_config must say so that it loads the adapter and its cells have these ranks.
+        keys (dict): The keys of pet_config that load the adapter and give its cells these ranks.
     """
 
     output: str
@@ -328,7 +328,7 @@ def _eva(arguments: argparse.Namespace) -> EvaReport:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceReport:
-    """What mindlora reference wrote: MindRecord -> its rows."""
+    """The result of mindlora reference: MindRecord -> number of rows."""
 
     rows: Dict[str, int]
     preference_key: ClassVar[str] = "runner_wrapper.preference"
@@ -343,7 +343,7 @@ class ReferenceReport:
 
 
 class PynativeReferenceReport(ReferenceReport):
-    """What it wrote for MindFormers' PyNative Trainer."""
+    """The result of mindlora reference for MindFormers' PyNative Trainer."""
 
     preference_key = "preference"
     columns_key = "train_dataset.dataloader.column_names"

@@ -26,7 +26,7 @@ _LIMITS: Tuple[Tuple[str, Any, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeReport:
-    """What a server did until it was stopped; ``cached_tokens`` are those of the prompts that were in the cache."""
+    """The totals of a stopped server; ``cached_tokens`` are the prompts' tokens that were in the cache."""
 
     model: str
     prompt_tokens: int
@@ -118,7 +118,7 @@ def serve(arguments: argparse.Namespace) -> ServeReport:
     )
     check_source(arguments)
     adapters = read_adapters(arguments)
-    # The server asks this of the engine's name too, when the model has been loaded.
+    # The server also checks this for the engine's name, once the model has been loaded.
     adapters.registry.check_base_name(arguments.model_name or name_of_base(arguments))
     with log_elsewhere(arguments.verbose):
 

@@ -1,4 +1,4 @@
-"""mindlora sweep: one run that tries several learning rates, ranks, alphas and seeds, and says which is best."""
+"""mindlora sweep: one run that tries several learning rates, ranks, alphas and seeds, and names the best."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ from mindlora.core.yaml_file import PET, read_merged, read_yaml, value_at
 from mindlora.run.checks.pynative import is_pynative
 from mindlora.training.trackers.rules import NAMES, tracker_names
 
-# Option -> the key of an adapter that it sets, and how a folder's name begins where it varies.
+# Option -> the key of an adapter that it sets, and the prefix in a folder's name if it varies.
 _OPTIONS = {
     "lr": ("learning_rate", "lr"),
     "rank": ("lora_rank", "r"),
@@ -29,15 +29,15 @@ _COMPARISON, _PAGE = "comparison.json", "comparison.html"
 
 @dataclasses.dataclass(frozen=True)
 class SweepReport:
-    """What mindlora sweep ran.
+    """The result of mindlora sweep.
 
     Attributes:
         yaml (str): The YAML of the run, with all adapters.
-        page (str): The page that compares them; empty if the run has failed.
-        adapters (tuple of str): Their names, which are those of their folders.
+        page (str): The page that compares the adapters; empty if the run has failed.
+        adapters (tuple of str): Names of the adapters and their folders.
         best (str): The adapter with the smallest held-out loss, or the largest held-out reward; empty if none was
             measured.
-        exit_code (int): That of mindlora-run.
+        exit_code (int): Exit code of mindlora-run.
     """
 
     yaml: str
@@ -81,7 +81,7 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
     adapters = _adapters(arguments)
     of_pynative = is_pynative(config)
     if of_pynative:
-        # Its lora_config says what pet_config does not.
+        # Its lora_config completes pet_config.
         pet_config = config["pet_config"] = config.get("pet_config") or {}
     else:
         config = read_yaml(arguments.yaml)
@@ -100,7 +100,7 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
         yaml.safe_dump(config, file, sort_keys=False)
     comparison = os.path.join(output, _COMPARISON)
     if os.path.exists(comparison):
-        # What an earlier run found must not be taken for what this one finds.
+        # An earlier run's results must not be mistaken for this one's.
         os.remove(comparison)
     from mindlora.training.launch import launcher
 
@@ -120,7 +120,7 @@ def _sweep(arguments: argparse.Namespace) -> SweepReport:
 
 
 def _with_trackers(callbacks: List[Dict[str, Any]], report_to: str) -> List[Dict[str, Any]]:
-    """Returns callbacks with a Trackers that reports to the trackers named, and is else as it was."""
+    """Returns callbacks with a Trackers that reports to the named trackers and is otherwise unchanged."""
     names = list(tracker_names(report_to.split(","), "--report-to"))
     tracking = next((callback for callback in callbacks if callback.get("type") == "Trackers"), {"type": "Trackers"})
     others = [callback for callback in callbacks if callback is not tracking]
@@ -128,7 +128,7 @@ def _with_trackers(callbacks: List[Dict[str, Any]], report_to: str) -> List[Dict
 
 
 def _adapters(arguments: argparse.Namespace) -> List[Dict[str, Any]]:
-    """Returns a node of pet_config.adapters for each combination of what the options name."""
+    """Returns a node of pet_config.adapters for each combination of the options' values."""
     values = {option: getattr(arguments, option) for option in _OPTIONS}
     chosen = {option: text.split(",") for option, text in values.items() if text is not None}
     if not chosen:

@@ -1,4 +1,4 @@
-"""Verb: one command of ``mindlora``, or a group of them; and the options that several of those on files share."""
+"""Verb: a command of ``mindlora``, or a group of them, and the options that several commands share."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ class Verb(NamedTuple):
 
 
 def group(name: str, summary: str, verbs: Sequence[Verb]) -> Verb:
-    """Returns a verb that is followed by one of ``verbs``."""
+    """Returns a verb that takes one of ``verbs`` behind it."""
 
     def add_options(parser: argparse.ArgumentParser) -> None:
         add_verbs(parser, verbs)
@@ -39,7 +39,7 @@ def add_verbs(parser: argparse.ArgumentParser, verbs: Sequence[Verb]) -> None:
 
 
 def quiet_transformers() -> None:
-    """Keeps transformers from advising PyTorch, which nothing here needs, and another tokenizer class, on stderr.
+    """Keeps transformers from recommending PyTorch, which is not needed here, and another tokenizer class, on stderr.
 
     It must be called before transformers is imported.
     """
@@ -54,7 +54,7 @@ def add_command(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespa
 
 
 def add_allow_pickle(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that lets an adapter be read from a pickle."""
+    """Adds the option that allows reading an adapter from a pickle."""
     parser.add_argument(
         "--allow-pickle",
         action="store_true",

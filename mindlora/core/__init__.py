@@ -1,1 +1,1 @@
-"""What any room could use: errors, text, atomic files, tensor files, NumPy numerics. No MindSpore, and no LoRA."""
+"""Basics for all packages: errors, text, atomic files, tensor files, NumPy numerics. Neither MindSpore nor LoRA."""

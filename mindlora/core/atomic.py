@@ -70,9 +70,9 @@ def replace_folder(path: str) -> Iterator[str]:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder; at no moment is only a part of it at its path."""
+    """Removes a folder in one step: a partly removed one is never at its path."""
     aside = _aside(path) + ".old"
-    shutil.rmtree(aside, ignore_errors=True)  # A killed removal may have left it.
+    shutil.rmtree(aside, ignore_errors=True)  # Left by a removal that was killed.
     os.rename(path, aside)
     shutil.rmtree(aside)
 

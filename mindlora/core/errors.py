@@ -12,10 +12,10 @@ class ConfigError(LoraError):
 
 
 class ConfigMistakes(ConfigError):
-    """Several settings are wrong, or one.
+    """One or more settings are wrong.
 
     Args:
-        mistakes (list of str): A sentence for each, with what to change.
+        mistakes (list of str): One sentence for each mistake, which says what to change.
     """
 
     def __init__(self, mistakes: Sequence[str]):
@@ -25,7 +25,7 @@ class ConfigMistakes(ConfigError):
 
 
 class InstallationError(LoraError):
-    """A package that is needed is missing here, too old, or cannot be imported."""
+    """A required package is missing, too old, or cannot be imported."""
 
 
 class TargetError(LoraError):
@@ -57,7 +57,7 @@ class AdapterError(LoraError):
 
 
 class AdapterFormatError(AdapterError):
-    """There is no adapter at the path, or it is in a form that cannot be read."""
+    """There is no adapter at the path, or its format cannot be read."""
 
 
 class TruncatedAdapterError(AdapterError):
@@ -93,8 +93,8 @@ class BaseMismatchError(AdapterError):
 
     Args:
         message (str): What differs.
-        stored (dict): Fingerprint of the base in the adapter. Default: None, not compared.
-        found (dict): Fingerprint of the base that is there. Default: None.
+        stored (dict): Fingerprint of the base that the adapter names. Default: None, not compared.
+        found (dict): Fingerprint of the loaded base. Default: None.
     """
 
     def __init__(self, message: str, stored: Optional[dict] = None, found: Optional[dict] = None):
@@ -127,7 +127,7 @@ class RunStopped(LoraError):
 
     Args:
         message (str): Where the state is, and how to go on.
-        exit_code (int): That of mindlora-run: 128 + the number of the signal.
+        exit_code (int): Exit code of mindlora-run: 128 + the number of the signal.
     """
 
     def __init__(self, message: str, exit_code: int):

@@ -1,4 +1,4 @@
-"""Checks of configuration fields: each raises ConfigError with the field, what it holds and what it must be."""
+"""Checks of configuration fields: each raises ConfigError with the field, its value and what it must be."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ from typing import Any, Callable, Iterable, Tuple
 
 from mindlora.core.errors import ConfigError
 
-# The tokens that do not count in a model's loss, as its configuration has them or as MindFormers fills them in.
+# The tokens that do not count in a model's loss, from its configuration or by MindFormers' defaults.
 
-# MindFormers' own defaults, of all models that it trains.
+# MindFormers' own defaults, the same for all models that it trains.
 IGNORE_TOKEN_ID = -100
 PAD_TOKEN_ID = 0
 
@@ -19,14 +19,14 @@ def ignore_token_id(config: Any) -> int:
     """Returns the label that does not count in the loss.
 
     Args:
-        config (PretrainedConfig or mapping): The configuration of a model, or its node in a YAML. Those of MindFormers'
-            mcore models do not have the key unless a YAML sets it.
+        config (PretrainedConfig or mapping): The configuration of a model, or its node in a YAML. Configurations of
+            mcore models lack the key unless a YAML sets it.
     """
     return _value(config, "ignore_token_id", IGNORE_TOKEN_ID)
 
 
 def pad_token_id(config: Any) -> int:
-    """Returns the token that does not count in the loss, of a configuration as ``ignore_token_id`` takes it."""
+    """Returns the padding token, which does not count in the loss; ``config`` is as in ``ignore_token_id``."""
     return _value(config, "pad_token_id", PAD_TOKEN_ID)
 
 
@@ -45,7 +45,7 @@ _DTYPES = {
 }
 
 
-# What linear cells on a CPU multiply in, whatever they compute in.
+# The dtypes in which linear cells on a CPU multiply, whatever dtype they compute in.
 PRODUCT_DTYPES = ("float32", "bfloat16")
 
 
@@ -74,12 +74,12 @@ class Range:
 
 
 def whole_numbers(least: int) -> Range:
-    """Returns the range of whole numbers from ``least`` on."""
+    """Returns the range of whole numbers of at least ``least``."""
     return Range(f"a whole number of at least {least}", lambda value: value >= least, (int,))
 
 
 def numbers(least: float) -> Range:
-    """Returns the range of finite numbers from ``least`` on."""
+    """Returns the range of finite numbers of at least ``least``."""
     return Range(f"a number of at least {least}", lambda value: least <= value < math.inf)
 
 
@@ -166,7 +166,7 @@ def check_indices(value: Any, field: str, expected: str) -> None:
 
 
 def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:
-    """Gives fields that only ``flag`` uses their defaults where they are None; without ``flag``, they must be None."""
+    """Sets fields of ``flag`` alone to their defaults where they are None; without ``flag``, they must be None."""
     for field, default in defaults.items():
         value = getattr(config, field)
         if not getattr(config, flag) and value is not None:
@@ -178,7 +178,7 @@ def settle_dependents(config: Any, flag: str, defaults: Mapping) -> None:
 
 
 def refuse_fields(config: Any, flag: str, fields: Iterable[str], method: str) -> None:
-    """Checks that none of ``fields`` is set beside ``flag``, whose ``method`` does not have them."""
+    """Checks that none of ``fields`` is set together with ``flag``, whose ``method`` does not have them."""
     for field in fields:
         if getattr(config, field):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Pointers of Git LFS, which are in the place of large files where a repository was cloned without it."""
+"""Pointers of Git LFS, which stand in for large files in a repository that was cloned without it."""
 
 import os
 from typing import Type
@@ -9,7 +9,7 @@ _BEGIN = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: str, error: Type[LoraError]) -> None:
-    """Raises ``error`` if a file is a pointer of Git LFS; does nothing where there is no file."""
+    """Raises ``error`` if a file is a pointer of Git LFS; has no effect without a file."""
     if not os.path.isfile(path):
         return
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Ctrl-C while MindSpore is in the process."""
+"""Handles Ctrl-C in processes that use MindSpore."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ _entered: Optional["Interrupts"] = None
 
 
 class Interrupts:
-    """Has Ctrl-C do what this program wants, while the context lasts.
+    """A context that handles Ctrl-C in place of MindSpore.
 
-    While MindSpore compiles and runs graphs, it puts its own handler of SIGINT in the place of Python's, and does not
-    always put that back: the process then ends with SIGTERM, or, if a library is being imported, with a crash. So
-    SIGINT is blocked in all threads, which no handler can change, and one thread waits for it. Enter in the main
-    thread, before anything is imported that starts threads.
+    While MindSpore compiles and runs graphs, it replaces Python's handler of SIGINT with its own, and does not
+    always restore it: the process then ends with SIGTERM, or, if a library is being imported, with a crash. So
+    SIGINT is blocked in all threads, which no handler can change, and one thread waits for it. Enter the context in the
+    main thread, before importing anything that starts threads.
 
     Ctrl-C calls ``clean_up`` and ends the process at once, with one line, which ``program`` begins, and exit code 130.
     After ``hand_to(receive)`` it calls ``receive`` instead, and within ``raising()`` it raises KeyboardInterrupt in the
@@ -51,14 +51,14 @@ class Interrupts:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def hand_to(self, receive: Optional[Callable[[], Any]]) -> None:
-        """From now on, Ctrl-C calls ``receive``, in a thread of its own; None: it ends the process again."""
+        """Makes Ctrl-C call ``receive``, in a separate thread; with None, it ends the process again."""
         self._receive = receive or self.leave
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Within this, the first Ctrl-C raises KeyboardInterrupt in the main thread."""
+        """A context in which the first Ctrl-C raises KeyboardInterrupt in the main thread."""
         if self._used and self._before is None:
-            # It stays until the end: a signal that comes a little late would end the process.
+            # It stays until the end, since a slightly late signal would end the process.
             self._before = signal.signal(signal.SIGUSR1, self._raise)
         self._raising = True
         try:
@@ -72,7 +72,7 @@ class Interrupts:
             print(f"\n{self._program}: interrupted", file=sys.stderr, flush=True)
             if self._clean_up:
                 self._clean_up()
-        # No library gets the chance to fail at its end, which MindSpore does while it is imported.
+        # Libraries cannot fail at exit, as MindSpore does while it is being imported.
         os._exit(130)
 
     def _wait(self) -> None:
@@ -81,7 +81,7 @@ class Interrupts:
             if self._over:
                 return
             if self._raising:
-                # Wakes the main thread whatever it waits for.
+                # Wakes the main thread from any wait.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             else:
                 self._receive()
@@ -93,5 +93,5 @@ class Interrupts:
 
 
 def entered() -> Optional[Interrupts]:
-    """Returns the Interrupts that this process is within, or None."""
+    """Returns the Interrupts context of this process, or None."""
     return _entered

@@ -30,7 +30,7 @@ def parse_object(text: Union[str, bytes], source: str, error: Type[LoraError]) -
 
 
 def refuse_duplicates(source: str, error: Type[LoraError]) -> Callable[[List[Tuple[str, Any]]], dict]:
-    """Returns an object_pairs_hook for json.loads that raises ``error`` where an object has a key twice."""
+    """Returns an object_pairs_hook for json.loads that raises ``error`` if an object has a key twice."""
 
     def unique(pairs: List[Tuple[str, Any]]) -> dict:
         keys = [key for key, _ in pairs]

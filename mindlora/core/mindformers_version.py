@@ -1,4 +1,4 @@
-"""Whether the MindFormers that is installed can be imported here, and is new enough; asked before it is imported"""
+"""Checks, before importing it, whether the installed MindFormers can be imported and is new enough."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ def require_mindformers(oldest: str = OLDEST) -> None:
     version = mindformers_version()
     if version is None:
         if importlib.util.find_spec("mindformers") is not None:
-            return  # It runs from its source folder, and tells its version only when it is imported.
+            return  # It runs from its source folder, and has a version only once it is imported.
         raise InstallationError("MindFormers is not installed. Install a pair that docs/installation.md names.")
     if release(version) < release(oldest):
         raise InstallationError(
@@ -43,7 +43,7 @@ def mindformers_version() -> Optional[str]:
 
 
 def cannot_be_imported(version: str) -> bool:
-    """Returns whether a MindFormers fails at its own import: 2.0 imports hyper_parallel without a guard."""
+    """Returns whether a MindFormers fails at import: 2.0 imports hyper_parallel without a guard."""
     return release(version) == (2, 0) and importlib.util.find_spec("hyper_parallel") is None
 
 

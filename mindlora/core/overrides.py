@@ -73,7 +73,7 @@ FLAGS = {
     "predict_batch_size": Flag(int, "predict_batch_size", "texts in a batch when predicting"),
 }
 
-# Nodes of a YAML all keys of which MindFormers knows and fills in, so that no other key may be set in them; the keys
+# Nodes of a YAML whose keys MindFormers all knows and fills in, so that no other key may be set in them; the keys
 # of "" are those beside the nodes.
 CLOSED_NODES: Dict[str, Tuple[str, ...]] = {
     "": (
@@ -116,7 +116,7 @@ CLOSED_NODES: Dict[str, Tuple[str, ...]] = {
     ),
     "swap_config": ("swap", "layer_swap", "op_swap", "default_prefetch"),
 }
-# Nodes that MindFormers makes where a YAML lacks them, in every run mode and in training. A pet_config is made too.
+# Nodes that MindFormers creates where a YAML lacks them, in every run mode and in training, and pet_config.
 _NODES = ("runner_config", "context", "parallel", "trainer", "model", "moe_config", "parallel_config")
 _TRAINING_NODES = (
     *("recompute_config", "swap_config", "runner_wrapper", "optimizer", "lr_schedule", "metric", "train_dataset"),
@@ -125,7 +125,7 @@ _TRAINING_NODES = (
 
 
 def apply_overrides(config: Dict[str, Any], words: Sequence[str]) -> None:
-    """Sets what a command line says in the content of a YAML, in place: first the flags, then the dotted keys.
+    """Applies a command line to the content of a YAML, in place: first the flags, then the dotted keys.
 
     The words are ``--a.b.c VALUE``, ``--a.b.c=VALUE``, or a flag of mindlora-run with its value. Raises ConfigError if
     they are not, a flag cannot take its value, or there is no such key.
@@ -137,7 +137,7 @@ def apply_overrides(config: Dict[str, Any], words: Sequence[str]) -> None:
 
 
 def set_flags(config: Dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Sets the keys of flags in the content of a YAML, in place; those that ``values`` lacks or has as None stay."""
+    """Sets the keys of flags in the content of a YAML, in place; keys that ``values`` lacks or maps to None stay."""
     for name, flag in FLAGS.items():
         if values.get(name) is not None:
             set_key(config, flag.key, values[name], f"--{name}", create=True)
@@ -165,7 +165,7 @@ def keys_and_texts(words: Sequence[str]) -> Iterator[Tuple[str, str]]:
 
 
 def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
-    """Splits the words that no option took: returns those that override the YAML, and the others."""
+    """Splits the words that no option took into those that override the YAML and the others."""
     overrides: List[str] = []
     others: List[str] = []
     for word in words:
@@ -181,7 +181,7 @@ def split_overrides(words: Sequence[str]) -> Tuple[List[str], List[str]]:
 
 
 def _flag_name(option: str) -> str:
-    """Returns the name of the flag that an option is, dashes for underscores allowed, or the option."""
+    """Returns the name of the flag that an option sets, with dashes allowed for underscores, or the option itself."""
     name = option.replace("-", "_")
     return name if name in FLAGS else option
 
@@ -195,8 +195,8 @@ def _is_key(option: str) -> bool:
 def read_value(text: str) -> Any:
     """Returns the value that a text of the command line stands for, as MindFormers' parse_value reads it.
 
-    That is a whole number, a number, True or False, or JSON. Beyond MindFormers, it is also a list in brackets or a
-    node in braces as YAML has them, such as ``{loss: dpo}``. Any other text stands for itself.
+    The value is an integer, a number, True or False, or JSON. Beyond MindFormers, it may be a list in brackets or a
+    node in braces in YAML's flow style, such as ``{loss: dpo}``. Any other text is a string.
     """
     if text in ("True", "False"):
         return text == "True"
@@ -209,7 +209,7 @@ def read_value(text: str) -> Any:
 
 
 def _flow_value(text: str) -> Any:
-    """Returns the list or the node that a text is in YAML's flow style, or the text."""
+    """Returns the list or node that a text in YAML's flow style stands for, or else the text."""
     if not text.strip().startswith(("[", "{")):
         return text
     try:
@@ -231,16 +231,16 @@ def set_key(
 ) -> None:
     """Sets the value at a dotted key, whose parents must exist; raises ConfigError if there is no such key.
 
-    An item of a list is named by its number, counted from 0, or by its ``type``. A value with keys becomes a node of
-    the kind that it stands in: MindFormers reads those of its own configurations by attribute.
+    An item of a list is named by its number, counted from 0, or by its ``type``. A value with keys becomes a node like
+    its parent: MindFormers reads nodes of its own configurations by attribute.
 
     Args:
         config (dict): The content of a YAML, or MindFormers' configuration of it; it is changed in place.
         key (str): The dotted key.
-        value: What it is set to.
-        source (str): What a message names: the option with which the key was given.
-        create (bool): Whether a key that MindFormers does not know may be made.
-        nodes (sequence of str): Nodes that are made where the YAML lacks them. Default: those of graph mode.
+        value: The new value.
+        source (str): The option that gave the key, for messages.
+        create (bool): Whether a key that MindFormers does not know may be created.
+        nodes (sequence of str): Nodes that are created where the YAML lacks them. Default: those of graph mode.
     """
     *parents, leaf = key.split(".")
     made = _nodes_made(config) if nodes is None else nodes
@@ -275,9 +275,9 @@ def _check_leaf(node: Mapping[str, Any], parent: str, leaf: str, source: str) ->
 
 
 def _as_node(value: Any, kind: Type[Dict[str, Any]]) -> Any:
-    """Returns a node, with the nodes below it, as dictionaries of one kind; items of a list stay as they are.
+    """Returns a node and the nodes below it as dictionaries of one class; items of a list stay as they are.
 
-    So MindFormers makes its configuration of a YAML.
+    MindFormers builds its configuration of a YAML in this way.
     """
     if not isinstance(value, dict) or kind is dict:
         return value

@@ -1,4 +1,4 @@
-"""Parts of messages: lists of paths, the nearest known word, a value that may be long."""
+"""Parts of messages: lists of paths, the nearest known word, values that may be long."""
 
 import difflib
 import math
@@ -52,9 +52,9 @@ def _ending(text: str, room: int) -> str:
 # One of two words may be a misspelling of the other if they share this much of their letters, and this much of those
 # of the pieces in which they differ; if they share almost all, it is.
 _NEAR, _NEAR_PIECES, _ALMOST_EQUAL = 0.6, 0.65, 0.9
-# So many words with much in common are compared piece by piece.
+# How many words with much in common are compared piece by piece.
 _COMPARED = 20
-# The words and numbers that a name is made of, in CamelCase or with anything between them.
+# The words and numbers that make up a name, in CamelCase or separated in any way.
 _PIECES = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
@@ -64,7 +64,7 @@ def listed(paths: Iterable[str]) -> str:
 
 
 def examples(paths: Iterable[str]) -> str:
-    """Returns what ``listed`` does, but at most four entries and the number of the rest."""
+    """Returns the paths as ``listed`` does, but at most four entries and the number of the rest."""
     lines = collapse_numbers(list(paths))
     return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
 
@@ -75,7 +75,7 @@ def first_ten(names: Sequence[str]) -> str:
 
 
 def collapse_numbers(paths: List[str]) -> List[str]:
-    """Returns ``paths``, those that differ only in numbers combined into one, such as ``layers.{0..31}.wq``."""
+    """Combines paths that differ only in numbers into one, such as ``layers.{0..31}.wq``."""
     groups: Dict[str, List[Tuple[int, ...]]] = {}
     for path in paths:
         parts = path.split(".")
@@ -112,16 +112,16 @@ def suggestion(word: str, known: List[str]) -> str:
 
 
 def near_word(word: str, known: Iterable[str]) -> Optional[str]:
-    """Returns the known word of which ``word`` may be a misspelling, the nearest if there are several, or None."""
+    """Returns the nearest known word of which ``word`` may be a misspelling, or None."""
     spellings = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), spellings, n=_COMPARED, cutoff=_NEAR)
     return next((spellings[each] for each in near if _differ_in_spelling(word, spellings[each])), None)
 
 
 def _differ_in_spelling(word: str, other: str) -> bool:
-    """Returns whether two words that have much in common are near where they differ.
+    """Returns whether two words that have much in common differ only a little.
 
-    What two names share says little if many names end so: InternLMForCausalLM is not a misspelling of Qwen3ForCausalLM.
+    A common ending that many names have says little: InternLMForCausalLM is not a misspelling of Qwen3ForCausalLM.
     Numbers tell versions apart: Qwen2 is not a misspelling of Qwen3.
     """
     if re.findall(r"\d+", word) != re.findall(r"\d+", other):

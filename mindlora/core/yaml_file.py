@@ -1,4 +1,4 @@
-"""Reading a MindFormers YAML, with the files that it names as base_config, without MindFormers."""
+"""Reads a MindFormers YAML and the files that it names as base_config, without MindFormers."""
 
 import os
 from typing import Any, Dict, Mapping, Tuple
@@ -14,7 +14,7 @@ TRAINING_MODES = ("train", "finetune")
 RUN_MODES = (*TRAINING_MODES, "eval", "predict")
 # The values of parallel_mode with which MindSpore rewrites the graph: it can divide cells and parameters.
 SHARDING_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
-# Those in which each cell says itself how it is divided.
+# The values with which each cell declares how it is divided.
 SEMI_AUTOMATIC = (1, "SEMI_AUTO_PARALLEL")
 
 
@@ -33,7 +33,7 @@ def read_yaml(path: str) -> dict:
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value at a dotted key, or None where there is none."""
+    """Returns the value at a dotted key, or None if there is none."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

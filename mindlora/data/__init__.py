@@ -1,1 +1,1 @@
-"""Training data: rows and text files to the MindRecord that MindFormers' causal language models train on."""
+"""Training data: converts rows and text files to the MindRecord on which MindFormers' causal language models train."""

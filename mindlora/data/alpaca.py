@@ -1,4 +1,4 @@
-"""Instruction data in Alpaca's format to MindRecord: the prompt is masked out of the loss, the output is learned."""
+"""Conversion of instruction data in Alpaca's format to MindRecord, with the prompt masked out of the loss."""
 
 import dataclasses
 import string
@@ -17,7 +17,7 @@ FIELDS = ("instruction", "input", "output")
 
 @dataclasses.dataclass(frozen=True)
 class PromptTemplate:
-    """Makes a prompt from an instruction and an input, by one of two format strings.
+    """A template that makes a prompt from an instruction and an input, by one of two format strings.
 
     ``with_input`` is None if the template cannot take an input; ``without_input`` is for rows whose input is empty.
     """
@@ -26,7 +26,7 @@ class PromptTemplate:
     without_input: str
 
     def problem(self, record: dict) -> Optional[str]:
-        """Returns why this template cannot take a record that is otherwise good, or None if it can."""
+        """Returns why this template cannot take an otherwise valid record, or None if it can."""
         return "the template has no {input}" if record["input"] and self.with_input is None else None
 
     def prompt(self, record: dict) -> str:
@@ -51,7 +51,7 @@ TEMPLATES = {
 def prompt_template(text: str) -> PromptTemplate:
     """Returns the template named "alpaca" or "plain", or one made from the user's own format string.
 
-    That must have {instruction} and, if rows have inputs, {input}; with anything else it raises DataError.
+    A format string must have {instruction} and, if rows have inputs, {input}; any other placeholder raises DataError.
     """
     if text in TEMPLATES:
         return TEMPLATES[text]
@@ -175,7 +175,7 @@ class AlpacaExamples(Examples):
         return Encoded(np.array(tokens, np.int32), np.arange(len(tokens)) >= len(prompt))
 
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
-        """Cuts the end, eos included, off the output, never the prompt."""
+        """Cuts the end of the output, eos included; never cuts the prompt."""
         if not encoded.learned[:limit].any():
             raise UnusableRow(f"a prompt of more than {limit - 1} tokens")
         return Encoded(encoded.tokens[:limit], encoded.learned[:limit])

@@ -1,4 +1,4 @@
-"""Conversations of several turns to MindRecord: what the assistant says is learned, the rest is not."""
+"""Conversion of conversations with several turns to MindRecord; only the assistant's turns count in the loss."""
 
 import collections
 import contextlib
@@ -32,7 +32,7 @@ def convert_chat(
 ) -> DataReport:
     """Writes conversations as MindRecord with the loss on the assistant's turns alone, their end tokens included.
 
-    Rows that cannot be used (no conversation, no assistant, a template that refuses it, and so on) are skipped and
+    Rows that cannot be used (no conversation, no assistant, rejected by the template, and so on) are skipped and
     reported.
 
     Args:
@@ -60,7 +60,7 @@ class ChatExamples(Examples):
         self.chat_template = chat_template
         self.template: Optional[ChatTemplate] = None
         self.unstated_end: Optional[str] = None
-        # Note -> of how many rows it is; and the notes of the row that is being encoded, in their order.
+        # Note -> number of rows that it applies to; and the notes of the row being encoded, in order.
         self._rows: "collections.Counter[str]" = collections.Counter()
         self._of_row: Dict[str, None] = {}
 
@@ -84,15 +84,15 @@ class ChatExamples(Examples):
 
     @contextlib.contextmanager
     def noting_row(self) -> Iterator[None]:
-        """Counts what is noted inside once for the row, unless it cannot be used."""
+        """Counts each note made inside the block once for the row, unless the row cannot be used."""
         self._of_row = {}
         yield
         self._rows.update(list(self._of_row))
 
     def encode_conversation(self, conversation: Conversation, tokenizer: Any, first: int = 0) -> Encoded:
-        """Returns the tokens of a conversation, of which the assistant's turns from message ``first`` on are learned.
+        """Returns the tokens of a conversation; the assistant's turns from message ``first`` on are learned.
 
-        What the template does not show, a turn without an end and arguments without a value are noted. Raises
+        Parts that the template does not show, turns without an end and arguments without a value are noted. Raises
         UnusableRow as ChatTemplate.spans does.
         """
         conversation = self.template.with_thoughts(conversation)
@@ -107,7 +107,7 @@ class ChatExamples(Examples):
         return encoded
 
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
-        """Cuts at the end of the last assistant's turn that fits."""
+        """Cuts at the end of the last turn of the assistant that fits."""
         fitting = [end for end in ends_of_learned(encoded.learned) if end <= limit]
         if not fitting:
             raise UnusableRow(f"a first turn of the assistant that ends after more than {limit} tokens")

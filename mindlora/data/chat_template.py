@@ -1,9 +1,10 @@
-"""Chat templates: a conversation as the text that a model sees, and which of it the assistant says.
+"""Chat templates, which turn a conversation into the text that a model sees and mark the assistant's parts in it.
 
-A template is a Jinja program that comes with the tokenizer. Some mark what the assistant says (``{% generation %}``).
-For all others, the turns are found by rendering the beginnings of the conversation. An assistant's turn begins where
-the text of the messages before it ends, with the prompt that lets the assistant speak (add_generation_prompt), and ends
-where the text of the messages up to it ends. Both texts must be beginnings of the whole text.
+A template is a Jinja program that comes with the tokenizer. Some templates mark what the assistant says, by ``{%
+generation %}``. For all others, the turns are found by rendering the beginnings of the conversation. An assistant's
+turn begins where the text of the messages before it ends, with the prompt that lets the assistant speak
+(add_generation_prompt), and ends where the text of the messages up to it ends. Both texts must be prefixes of the
+complete text.
 """
 
 import functools
@@ -20,7 +21,7 @@ from mindlora.data.conversion import Encoded, UnusableRow
 from mindlora.data.sources import read_text
 from mindlora.files.base.tokenizer_files import token_behind_answer
 
-# Where a span of characters begins and ends.
+# The beginning and end of a span of characters.
 Span = Tuple[int, int]
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -61,7 +62,7 @@ class ChatTemplate:
 
         try:
             self.tokenizer.get_chat_template(self.source)
-        except ValueError as error:  # several templates, and none is the default
+        except ValueError as error:  # There are several templates, and none is the default.
             raise TokenizerError(
                 "The tokenizer has no chat template that can be used: give one with --chat-template FILE. "
                 f"transformers says: {error}"
@@ -72,17 +73,17 @@ class ChatTemplate:
             raise TokenizerError(
                 f"The chat template is not valid at line {error.lineno}: {error.message}. Correct that line."
             ) from error
-        except Exception:  # it may well refuse this conversation, and each row will tell
+        except Exception:  # The template may reject this conversation; each row will report it.
             return
 
     def render(
         self, conversation: Conversation, prompt: bool = False, variables: Optional[Mapping[str, Any]] = None
     ) -> str:
-        """Returns the text of a conversation, with the beginning of an assistant's turn behind it if ``prompt``.
+        """Returns the text of a conversation, followed by the beginning of an assistant's turn if ``prompt`` is True.
 
-        ``variables`` are further ones of the template, such as enable_thinking.
+        ``variables`` are the template's other variables, such as enable_thinking.
         """
-        # As a batch of one, because a conversation on its own must not be empty.
+        # A batch of one, because a single conversation must not be empty.
         return self.tokenizer.apply_chat_template(
             [conversation.messages],
             tools=conversation.tools,
@@ -93,7 +94,7 @@ class ChatTemplate:
         )[0]
 
     def with_thoughts(self, conversation: Conversation) -> Conversation:
-        """Returns a conversation in which what the assistant thought is where the template takes it from."""
+        """Returns the conversation with the assistant's thoughts where the template reads them."""
         if self._thoughts is None:
             return conversation
         return conversation._replace(messages=thoughts.with_thoughts_in(self._thoughts, conversation.messages))
@@ -101,15 +102,15 @@ class ChatTemplate:
     def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
 
-        Only messages from the number ``first`` on are examined. Raises UnusableRow if the template refuses the
-        conversation, does not tell where the assistant speaks, or writes thoughts of the assistant in two blocks.
+        Only messages from the number ``first`` on are examined. Raises UnusableRow if the template rejects the
+        conversation, does not show where the assistant speaks, or writes the assistant's thoughts in two blocks.
         """
         try:
             template = self.tokenizer.get_chat_template(self.source, conversation.tools)
             text, spans = (self._marked if _MARK.search(template) else self._turns)(conversation, template, first)
         except UnusableRow:
             raise
-        except Exception as error:  # a template is a program, which fails in its own ways
+        except Exception as error:  # A template is a program and may raise any exception.
             raise UnusableRow(f"the chat template refuses it ({str(error)[:100]})") from error
         if self._writes_block:
             thoughts.check_blocks(conversation.messages, text)
@@ -174,7 +175,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def turn_end(self) -> Optional[str]:
-        """The special token that the template ends the assistant's turns with, if there is one."""
+        """The special token with which the template ends the assistant's turns, if there is one."""
         return token_behind_answer(self._render_messages, self.special)
 
     @functools.cached_property
@@ -194,13 +195,13 @@ class ChatTemplate:
 
 
 def left_out(conversation: Conversation, text: str) -> List[str]:
-    """Returns what of a conversation the text of it does not show, or not all of.
+    """Returns the parts of a conversation that its text does not show completely.
 
-    Raises UnusableRow for a call of a tool, in whose place something else would be learned.
+    Raises UnusableRow for a missing tool call, since the model would learn something else in its place.
     """
 
     def shown(content):
-        # Some templates write the answers of tools as JSON.
+        # Some templates write tools' answers as JSON.
         return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
     messages, tools = conversation
@@ -219,7 +220,7 @@ def left_out(conversation: Conversation, text: str) -> List[str]:
 
 
 def encode_spans(tokenizer: Any, text: str, spans: Sequence[Span]) -> Encoded:
-    """Returns the tokens of a text, special tokens included, of which those inside the spans of characters are learned.
+    """Returns the tokens of a text, special tokens included; those inside the spans of characters are learned.
 
     The text is tokenized as a whole, as at inference, and no special token is added. If a token then reaches across the
     end of a span, such as a new line of the prompt joined with one that the answer begins with, the text is tokenized
@@ -252,12 +253,12 @@ def _tokens_of(tokenizer: Any, text: str) -> Tuple[np.ndarray, np.ndarray, np.nd
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = np.array(coded["offset_mapping"], np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(offsets[:, 1])
-    # Some tokenizers leave the space before a word out of its range: it belongs to the word's token all the same.
+    # Some tokenizers leave the space before a word out of its range, although it belongs to the word's token.
     starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
     return np.array(coded["input_ids"], np.int32), starts, ends
 
 
 def ends_of_learned(learned: np.ndarray) -> List[int]:
-    """Returns how many tokens there are up to the end of each run of learned ones."""
+    """Returns the number of tokens up to the end of each run of learned tokens."""
     following = np.append(learned[1:], False)
     return (np.flatnonzero(learned & ~following) + 1).tolist()

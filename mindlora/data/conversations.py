@@ -1,4 +1,4 @@
-"""Conversations as people store them, ShareGPT's and OpenAI's layout, to the messages that chat templates take."""
+"""Conversion of stored conversations, in ShareGPT's or OpenAI's layout, to the messages that chat templates take."""
 
 import json
 from typing import Any, Dict, List, NamedTuple, Optional
@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 from mindlora.data.conversion import UnusableRow
 from mindlora.data.sources import Layout
 
-# ShareGPT's names of the speakers, and OpenAI's, some of them old, to the roles that chat templates know.
+# Names of the speakers in ShareGPT and OpenAI (some of them old) -> the roles that chat templates know.
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -22,9 +22,9 @@ class Conversation(NamedTuple):
     """Messages for a chat template.
 
     Attributes:
-        messages (list of dict): Each with "role" (system, user, assistant or tool), "content", a string, and what else
-            the message had; calls of tools are in "tool_calls", with their arguments as an object, and the content of
-            such a message may be None.
+        messages (list of dict): Each with "role" (system, user, assistant or tool), "content", a string, and the
+            message's other fields; tool calls are in "tool_calls", with their arguments as an object, and the content
+            of such a message may be None.
         tools (list of dict or None): The functions that the assistant may call, as JSON schemas.
     """
 
@@ -35,8 +35,8 @@ class Conversation(NamedTuple):
 def read_conversation(record: Any) -> Conversation:
     """Returns the conversation in a row; raises UnusableRow if it holds none with an assistant.
 
-    The row has "messages": a list of {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT), or the same as a
-    JSON string; and perhaps "system", a prompt, and "tools", a list of functions.
+    The row has "messages": a list of {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT), or such a list as a
+    JSON string. It may also have "system", a prompt, and "tools", a list of functions.
     """
     if not isinstance(record, dict):
         raise UnusableRow("not an object")
@@ -70,7 +70,7 @@ def check_unicode(value: Any) -> None:
 
 
 def has_nulls(conversation: Conversation) -> bool:
-    """Returns whether a tool, or a call of one, holds a null at any depth."""
+    """Returns whether a tool or a tool call holds a null at any depth."""
     calls = [call["function"] for message in conversation.messages for call in message.get("tool_calls") or ()]
     return _holds_null([calls, conversation.tools or []])
 
@@ -82,12 +82,12 @@ def _holds_null(value):
 
 
 def texts_of(conversation: Conversation) -> str:
-    """Returns what is said in a conversation, for training a tokenizer."""
+    """Returns the texts of a conversation, for training a tokenizer."""
     return "\n".join(message["content"] or "" for message in conversation.messages)
 
 
 def from_json(value: Any) -> Any:
-    """Returns what a JSON string stands for, as tables hold lists; a string that is not JSON is returned as it is."""
+    """Returns the value of a JSON string, since tables store lists as JSON; any other string is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -129,7 +129,7 @@ def read_message(entry: Any) -> Dict[str, Any]:
 
 
 def _text(content, name):
-    """Returns a message's text; OpenAI's may be null, beside calls of tools, or a list of parts."""
+    """Returns a message's text; in OpenAI's layout it may be null, beside tool calls, or a list of parts."""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, (str, type(None))):
@@ -156,7 +156,7 @@ def read_tools(value: Any) -> Optional[List[Dict[str, Any]]]:
     tools = from_json(value) if value else None
     if not tools:
         return None
-    # Some list the functions without what OpenAI puts around them.
+    # Some files list the functions without OpenAI's wrapper around them.
     tools = tools if isinstance(tools, list) else [None]
     bare = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
     if not all(isinstance(function, dict) and "name" in function for function in bare):

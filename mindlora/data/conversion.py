@@ -1,10 +1,10 @@
-"""What every conversion to MindRecord shares: kinds of examples, tokens, rows of two columns, and the report.
+"""Common parts of all conversions to MindRecord: kinds of examples, tokens, rows of two columns, and the report.
 
 Every row has two columns, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. In training, LlamaForCausalLM
-drops the last of the input_ids and the first of the labels, so that seq_length positions remain and position i predicts
-token i + 1; a label is therefore at the position of its own token. Labels equal to ignore_token_id do not count in the
-loss: those of prompts and of the padding. A YAML for such data has ``train_dataset.data_loader.type: MindDataset``
-with ``dataset_dir`` naming the file, ``input_columns: ["input_ids", "labels"]``, and ``train_dataset_task.type:
+drops the last input id and the first label, so that seq_length positions remain and position i predicts token i + 1; a
+label is therefore at the position of its own token. Labels equal to ignore_token_id do not count in the loss: those of
+prompts and padding. A YAML for such data has ``train_dataset.data_loader.type: MindDataset`` with ``dataset_dir``
+naming the file, ``input_columns: ["input_ids", "labels"]``, and ``train_dataset_task.type:
 CausalLanguageModelDataset``. Name the file, not its folder, because MindFormers reads every MindRecord in a folder.
 MindFormers' own evaluation (``do_eval``) drops no token, so its rows need seq_length tokens: convert with one less.
 """
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class DataReport:
-    """What a conversion read, skipped and wrote.
+    """A report on the rows that a conversion read, skipped and wrote.
 
     Attributes:
         output (str): The MindRecord.
@@ -37,14 +37,14 @@ class DataReport:
         longest (int): Tokens in the longest example.
         seq_length (int): seq_length of the model; a row has one token more.
         vocab_size (int): The smallest vocab_size that the model may have.
-        notes (list of str): What else the user should know.
-        held_out (str or None): The MindRecord of the rows held out.
+        notes (list of str): Further notes for the user.
+        held_out (str or None): The MindRecord of the held-out rows.
         skipped (dict): Reason -> locations of the rows skipped for it, such as {"no \\"output\\"": ["line 12"]}.
         truncated (list of str): Locations of the rows that were cut.
-        cut_at (str): Where they were cut: at their "end" or at their "beginning".
-        inputs (dict): Input -> [rows of it that were used, rows of it that could be used].
-        packed_boundary (int or None): Token that begins an example of a row; None if a row holds one example.
-        statistics (LengthStatistics or None): Of the lengths of the examples, where it was asked for.
+        cut_at (str): Where the rows were cut: at their "end" or "beginning".
+        inputs (dict): Input -> [rows that were used, rows that could be used].
+        packed_boundary (int or None): Token that begins each example in a row; None if a row holds one example.
+        statistics (LengthStatistics or None): Statistics of the examples' lengths, if requested.
     """
 
     output: str
@@ -98,7 +98,7 @@ class Encoded(NamedTuple):
 
     @property
     def parts(self) -> "Tuple[Encoded, ...]":
-        """The sequences of tokens that it consists of: itself."""
+        """The example's sequences of tokens: just itself."""
         return (self,)
 
     def columns(
@@ -116,13 +116,13 @@ class Encoded(NamedTuple):
 
 
 class UnusableRow(Exception):
-    """Why a row cannot be used, in words that group rows with the same problem."""
+    """An error that says why a row cannot be used, in words that group rows with the same problem."""
 
 
 class Examples(abc.ABC):
-    """A kind of examples: what makes tokens of a row. ``chat_template`` is saved with a tokenizer that it trains.
+    """Base class for kinds of examples, which turn a row into tokens; ``cut_at`` is the end that ``cut`` cuts off.
 
-    ``cut_at`` says where ``cut`` cuts what is too long.
+    ``chat_template`` is saved with a tokenizer trained on the examples.
     """
 
     layout: Layout
@@ -131,45 +131,45 @@ class Examples(abc.ABC):
 
     @abc.abstractmethod
     def parse(self, record: Any) -> Any:
-        """Returns what ``text`` and ``encode`` take; raises UnusableRow if there is a problem with the record."""
+        """Returns the record in the form that ``text`` and ``encode`` take; raises UnusableRow if it has a problem."""
 
     @abc.abstractmethod
     def text(self, parsed: Any) -> str:
-        """Returns what a tokenizer is trained on."""
+        """Returns the text for training a tokenizer."""
 
     def prepare(self, tokenizer: Any) -> None:  # noqa: B027 (most kinds have nothing to prepare)
-        """Takes the tokenizer that ``encode`` will use; raises TokenizerError if it cannot be used."""
+        """Prepares for the tokenizer that ``encode`` will use; raises TokenizerError if it cannot be used."""
 
     def notes(self) -> List[str]:
-        """Returns what the user should know once all rows have been encoded."""
+        """Returns notes for the user once all rows have been encoded."""
         return []
 
     @abc.abstractmethod
     def encode(self, parsed: Any, tokenizer: Any) -> Encoded:
-        """Returns the tokens of what ``parse`` returned; raises UnusableRow if they show a problem."""
+        """Returns the tokens of a parsed record; raises UnusableRow if they show a problem."""
 
     def length(self, encoded: Encoded) -> int:
-        """Returns how many tokens a row needs for an example."""
+        """Returns the number of tokens that an example takes in a row."""
         return len(encoded.tokens)
 
     @abc.abstractmethod
     def cut(self, encoded: Encoded, limit: int) -> Encoded:
-        """Returns the first ``limit`` tokens at most; raises UnusableRow if nothing to learn would remain."""
+        """Returns at most ``limit`` tokens; raises UnusableRow if nothing to learn would remain."""
 
     def complete(self, encoded: List[Encoded]) -> List[Encoded]:
-        """Returns the examples of an input, all of which have been encoded, with what they need of each other."""
+        """Returns all encoded examples of an input, completed with what they need from each other."""
         return encoded
 
 
 class RowFormat(NamedTuple):
-    """What turns examples into rows of columns."""
+    """The format of rows: turns examples into columns."""
 
     tokenizer: Any
     seq_length: int
     ignore_token_id: int
 
     def columns(self, examples: Iterable[Encoded]) -> Iterator[Dict[str, np.ndarray]]:
-        """Makes rows of examples, of alpaca, chat and text alike; here each example becomes a row of its own.
+        """Turns examples of every kind into rows; here, each example becomes a row.
 
         Yields the columns of one row at a time, because padding can take many times the memory of the tokens.
         """
@@ -177,7 +177,7 @@ class RowFormat(NamedTuple):
         return (example.columns(self.seq_length, pad, self.ignore_token_id) for example in examples)
 
     def report(self, encoded: List[Encoded], output: str, rows: int, notes: Iterable[str], **more: Any) -> DataReport:
-        """Returns the report of ``encoded``, of which ``rows`` are in ``output``; ``more`` are its other fields."""
+        """Returns the report on ``encoded``, with ``rows`` rows in ``output``; ``more`` holds its other fields."""
         special = tokenizers.special_ids(self.tokenizer)
         parts = all_parts(encoded)
         return DataReport(
@@ -197,7 +197,7 @@ class RowFormat(NamedTuple):
 
 
 def all_parts(examples: Iterable[Encoded]) -> List[Encoded]:
-    """Returns the sequences of tokens that examples consist of."""
+    """Returns all token sequences of the examples."""
     return [part for example in examples for part in example.parts]
 
 
@@ -208,13 +208,13 @@ def check_seq_length(seq_length: int) -> None:
 
 
 def describe_skipped(skipped: Dict[str, List[str]]) -> List[str]:
-    """Returns one line for each reason, with the number of rows and the first locations."""
+    """Returns one line for each reason, with the number of rows and the first few locations."""
     return [f"{reason}: {len(locations)} ({first_ten(locations)})" for reason, locations in skipped.items()]
 
 
 def progress(items: Iterable[T], label: str, total: Optional[int] = None) -> Iterable[T]:
     """Iterates over ``items``, with a bar if stderr is a terminal and it takes more than a second.
 
-    ``total`` is how many there are, if ``items`` does not tell.
+    ``total`` is the number of items, if ``items`` has no length.
     """
     return tqdm(items, desc=label, total=total, delay=1, leave=False, disable=not sys.stderr.isatty())

@@ -11,19 +11,19 @@ import numpy as np
 from mindlora.core.errors import ConfigError, DataError
 from mindlora.data.conversion import progress
 
-# The first rows of a MindRecord, which MindSpore reads.
+# Reading the first rows of a MindRecord, with MindSpore.
 
 
 def first_rows(path: str, count: Optional[int]) -> Iterator[Dict[str, np.ndarray]]:
-    """Yields the columns of the first ``count`` rows of a MindRecord, or of all of them with None.
+    """Yields the columns of a MindRecord's first ``count`` rows, or of all rows if ``count`` is None.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     from mindspore.mindrecord import FileReader
     from mindspore.mindrecord.common.exceptions import MindRecordException
 
     try:
-        # Closed also when the caller takes fewer rows.
+        # Closes the reader even if the caller takes fewer rows.
         with contextlib.closing(FileReader(path, num_consumer=1)) as reader:
             yield from itertools.islice(reader.get_next(), count)
     except (MindRecordException, RuntimeError) as error:
@@ -38,7 +38,8 @@ _ROWS_PER_WRITE = 1000
 def write_mindrecord(rows: Iterable[Dict[str, np.ndarray]], path: str, *, overwrite: bool = False) -> int:
     """Writes rows as one MindRecord file and its index (``path`` + ".db"), both or neither; returns the number of rows.
 
-    Every row has the columns, int32 arrays, and the shapes of the first. ``path`` must end in .mindrecord.
+    Every row must have the first row's columns, which are int32 arrays, and their shapes. ``path`` must end in
+    .mindrecord.
 
     Raises DataError if there is no row, the rows differ, or ``path`` exists or cannot be written.
     """
@@ -85,7 +86,7 @@ def write_rows(rows: Iterable[Dict[str, np.ndarray]], path: str) -> int:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Raises DataError where the writer fails; what fails while the rows are made says so itself."""
+    """Raises DataError if the writer fails; errors in making the rows pass through unchanged."""
     from mindspore.mindrecord.common.exceptions import MindRecordException
 
     try:
@@ -99,14 +100,14 @@ def _writing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def replace_mindrecord(path: str) -> Iterator[str]:
-    """Yields a path to write a MindRecord to; without an exception, it and its index are then moved to ``path``."""
+    """Yields a path for a MindRecord; if nothing is raised, the file and its index are then moved to ``path``."""
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    # In a folder of its own, because a MindRecord contains its own name: it can be moved but not renamed.
+    # It is written in its own folder, because a MindRecord contains its own name: it can be moved but not renamed.
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder) as partial:
         written = os.path.join(partial, name)
         yield written
-        # If the process is killed between these steps, no file must be left beside the index of another one.
+        # If the process is killed between these steps, no file may be left beside another file's index.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.replace(written + ".db", path + ".db")

@@ -1,7 +1,7 @@
-"""Packing: rows that hold many whole examples, which the model must keep apart (mindlora.training.step.packing).
+"""Packing of many complete examples into a row; the model must keep them apart (mindlora.training.step.packing).
 
 An example begins at each boundary token. Every row of a packed MindRecord names that token in the column ``boundary``,
-int32 [1], so that a run can tell that its data is packed; MindFormers reads only the columns in input_columns.
+int32 [1], so that a run can detect packed data; MindFormers reads only the columns in input_columns.
 """
 
 import bisect
@@ -16,31 +16,31 @@ from mindlora.data.conversion import Encoded
 class Boundary(NamedTuple):
     """The token at which an example of a packed row begins.
 
-    With ``is_padding`` it is padding put before each example but the first of a row. Otherwise every example,
-    including the first, begins with it anyway.
+    With ``is_padding``, it is a padding token put before each example except the first of a row. Otherwise, every
+    example, including the first, begins with it already.
     """
 
     token: int
     is_padding: bool
 
     def size(self, length: int) -> int:
-        """Returns the tokens that an example of ``length`` tokens takes in a row of ``capacity`` tokens."""
+        """Returns the tokens that an example of ``length`` tokens takes up in a row of ``capacity``."""
         return length + self.is_padding
 
     def capacity(self, seq_length: int) -> int:
-        """Returns the sum of sizes that a row can hold: of its seq_length + 1 tokens, the first needs no padding."""
+        """Returns the sum of sizes that fits in seq_length + 1 tokens; the first example needs no padding before it."""
         return seq_length + 1 + self.is_padding
 
 
 def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> Boundary:
-    """Returns bos if every example begins with it and has it nowhere else, and otherwise padding.
+    """Returns bos if every example begins with it and has it nowhere else, otherwise padding.
 
-    Raises DataError if an example has padding before its last token, so that it cannot mark a boundary. ``examples``
-    are all that are to be packed, in whatever files.
+    Raises DataError if an example has padding before its last token, since padding could then not mark a boundary.
+    ``examples`` are all examples to be packed, in all files.
     """
     if bos is not None and all(row.tokens[0] == bos and not (row.tokens[1:] == bos).any() for row in examples):
         return Boundary(bos, is_padding=False)
-    # As the last token it does no harm: it then marks the boundary one token early, and nothing after it is learned.
+    # As the last token, padding does no harm: it marks the boundary one token early, and nothing after it is learned.
     padded = sum((row.tokens[:-1] == pad).any() for row in examples)
     if padded:
         raise DataError(
@@ -52,7 +52,7 @@ def find_boundary(examples: Sequence[Encoded], bos: Optional[int], pad: int) -> 
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
-    """Puts items into as few bins as it can: best-fit decreasing, at most 11/9 of the fewest bins, plus 1.
+    """Packs items into few bins by best-fit decreasing: at most 11/9 of the fewest possible bins, plus 1.
 
     From the largest item to the smallest, each goes into the fullest bin that still has room for it (Johnson et al.,
     1974). Returns the positions in ``sizes``, each at most ``capacity``, of the items in each bin.
@@ -72,9 +72,9 @@ def best_fit(sizes: Sequence[int], capacity: int) -> List[List[int]]:
 
 
 def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed: int = 0) -> List[Encoded]:
-    """Returns rows of at most seq_length + 1 tokens that hold all examples, none split, in an order by ``seed``.
+    """Returns rows of at most seq_length + 1 tokens that hold all examples, none split, in an order drawn by ``seed``.
 
-    Nothing learns the first token of an example, because the token before it belongs to another one.
+    The first token of an example is not learned, because the token before it belongs to another example.
     """
     sizes = [boundary.size(len(row.tokens)) for row in examples]
     rows = best_fit(sizes, boundary.capacity(seq_length))
@@ -86,7 +86,7 @@ def pack(examples: Sequence[Encoded], boundary: Boundary, seq_length: int, seed:
 
 
 def join(examples: Sequence[Encoded], boundary: Boundary) -> Encoded:
-    """Returns one row of some examples."""
+    """Joins examples into one row."""
     gap = np.full(int(boundary.is_padding), boundary.token, np.int32)
     tokens = []
     learned = []
@@ -98,9 +98,9 @@ def join(examples: Sequence[Encoded], boundary: Boundary) -> Encoded:
 
 
 def example_ends(row: Encoded, boundary: Boundary, seq_length: int) -> np.ndarray:
-    """Returns where the examples of a packed row end among the seq_length tokens that the model sees: int32 [examples].
+    """Returns the ends of a packed row's examples among the seq_length tokens that the model sees: int32 [examples].
 
-    The ends increase. Padding counts as part of the example before it, so the last end is seq_length. MindFormers calls
+    The ends increase. Padding counts as part of the preceding example, so the last end is seq_length. MindFormers calls
     these ends actual_seq_len.
     """
     starts = np.flatnonzero(row.tokens == boundary.token)
@@ -114,11 +114,11 @@ def packed_columns(
     boundary: Boundary,
     actual_seq_len: Optional[int] = None,
 ) -> Iterator[Dict[str, np.ndarray]]:
-    """Yields the columns of packed rows with those that say how they are packed.
+    """Yields the columns of packed rows, including those that describe the packing.
 
-    The column ``boundary``, int32 [1], is the boundary's token. With ``actual_seq_len``, seq_length of the model, there
-    is a column of that name too: the ends of the examples (see example_ends), of one length in all rows, filled up with
-    seq_length.
+    The column ``boundary``, int32 [1], is the boundary's token. If ``actual_seq_len``, the model's seq_length, is
+    given, a column of that name holds the ends of the examples (see example_ends), filled up with seq_length to one
+    length in all rows.
     """
     ends = [] if actual_seq_len is None else [example_ends(row, boundary, actual_seq_len) for row in rows]
     longest = max(map(len, ends), default=0)

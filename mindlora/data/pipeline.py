@@ -27,12 +27,12 @@ from mindlora.data.mindrecord import check_mindrecord_output, replace_mindrecord
 from mindlora.data.packing import Boundary, best_fit, find_boundary, pack, packed_columns
 from mindlora.data.sources import Row, Source, read_inputs
 
-# Statistics of the lengths of examples: how long they are, how much of the rows is padding; and their histogram.
+# Statistics of the examples' lengths and of the padding in rows, and their histogram.
 
 
 @dataclasses.dataclass(frozen=True)
 class LengthStatistics:
-    """Lengths of examples, and what share of the rows is padding.
+    """Statistics of the examples' lengths and of the share of padding in rows.
 
     Attributes:
         lengths (numpy.ndarray): Tokens of each example, int64 [examples].
@@ -48,12 +48,12 @@ class LengthStatistics:
 
     @property
     def padding(self) -> float:
-        """Share of the positions that no example fills, with one example in a row."""
+        """Share of positions that are padding with one example per row."""
         return 1 - self.lengths.sum() / (len(self.lengths) * self.row_length)
 
     @property
     def packed_padding(self) -> Optional[float]:
-        """Share of the positions that are padding when the examples are packed, padding between them included."""
+        """Share of positions that are padding when the examples are packed, including padding between examples."""
         return None if self.packed_rows is None else 1 - self.lengths.sum() / (self.packed_rows * self.row_length)
 
     def __str__(self):
@@ -73,7 +73,7 @@ class LengthStatistics:
 
 
 def length_statistics(examples: Sequence[Encoded], seq_length: int, boundary: Optional[Boundary]) -> LengthStatistics:
-    """Returns the statistics of one or more examples; ``boundary`` is None if they cannot be packed."""
+    """Returns the length statistics of one or more examples; ``boundary`` is None if they cannot be packed."""
     lengths = np.array([len(row.tokens) for row in examples])
     packed_rows = None
     if boundary is not None:
@@ -97,7 +97,7 @@ def check_histogram(path: str) -> None:
 
 
 def draw_lengths(statistics: LengthStatistics, path: str) -> None:
-    """Draws as a PNG how many examples have which length, and what the rows hold before and after packing."""
+    """Draws, as a PNG, a histogram of the examples' lengths and the contents of the rows before and after packing."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,7 +113,7 @@ def draw_lengths(statistics: LengthStatistics, path: str) -> None:
 
 def _draw_histogram(axes, statistics):
     lengths = statistics.lengths
-    # Bins of a whole number of tokens each, as many as are easy to tell apart.
+    # Each bin covers a whole number of tokens; there are as many as are easy to distinguish.
     width = max(1, -(-int(lengths.max() - lengths.min() + 1) // 60))
     axes.hist(lengths, np.arange(lengths.min(), lengths.max() + width + 1, width) - 0.5, color="tab:blue", alpha=0.8)
     for name, value, style in (
@@ -149,15 +149,16 @@ class Settings:
         seq_length (int): seq_length of the model; an example has at most one token more.
         columns (sequence of dict): Field -> its column in the input; one for all inputs, or one for each. None: the
             columns have the names of the fields.
-        split (str, optional): Which split to read of a dataset that Hugging Face's library saved.
-        weights (sequence of float, optional): One for each input (see drawn_counts). None: all rows of all inputs.
+        split (str, optional): The split to read of a dataset that Hugging Face's datasets saved.
+        weights (sequence of float, optional): One weight for each input (see drawn_counts). None: all rows of all
+            inputs.
         holdout (float): Share of the usable examples to write to X-heldout.mindrecord instead, drawn by ``seed``.
-        seed (int): What is drawn depends on it and on the number of examples alone. It also orders packed rows.
-        truncate (bool): Cut what is too long (see Examples.cut) instead of skipping it.
+        seed (int): The draws depend only on the seed and the number of examples. It also orders packed rows.
+        truncate (bool): Cut examples that are too long (see Examples.cut) instead of skipping them.
         strict (bool): Fail if any row cannot be used.
         train_vocab_size (int, optional): Train a tokenizer of this size on the usable rows (see train_tokenizer) and
             save it at ``tokenizer``, which must then be a path.
-        train_texts (sequence of str): Files of plain text to train it on besides the rows.
+        train_texts (sequence of str): Files of plain text to train the tokenizer on, in addition to the rows.
         base (str, optional): The base that is trained on the rows, to compare vocabularies (see Vocabulary).
         ignore_token_id (int): ignore_token_id of the model.
         pack (bool): Put many examples into a row (see mindlora.data.packing).
@@ -184,12 +185,12 @@ class Settings:
     overwrite: bool = False
 
     def vocabulary(self, tokenizer: Any) -> tokenizers.Vocabulary:
-        """Returns what these settings say of a tokenizer, given those of its Vocabulary."""
+        """Returns the Vocabulary that these settings describe, for a tokenizer."""
         return tokenizers.Vocabulary(tokenizer, self.train_vocab_size, self.train_texts, self.base)
 
 
 def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> None:
-    """Raises DataError or TokenizerError if a setting is wrong or something must not be written where it should be."""
+    """Raises DataError or TokenizerError if a setting is wrong or an output path cannot be written."""
     check_seq_length(settings.seq_length)
     if not 0 <= settings.holdout < 1:
         raise DataError(f"holdout is {settings.holdout}: it must be a share of the rows, at least 0 and below 1.")
@@ -206,7 +207,7 @@ def _check_arguments(output_path: str, tokenizer: Any, settings: Settings) -> No
 
 
 def held_out_name(output_path: str) -> str:
-    """Returns where the examples that are held out go."""
+    """Returns the path of the held-out examples."""
     return output_path[: -len(".mindrecord")] + "-heldout.mindrecord"
 
 
@@ -218,7 +219,7 @@ def convert_examples(
     settings: Settings,
     pack_rows: Callable[..., List[Encoded]] = pack,
 ) -> DataReport:
-    """Writes the MindRecord of one kind of examples (see convert_alpaca), once everything has been checked.
+    """Checks everything, then writes the MindRecord of one kind of examples (see convert_alpaca).
 
     ``pack_rows`` puts many examples into a row, as mindlora.data.packing.pack does.
     """
@@ -239,7 +240,7 @@ def convert_examples(
     parts = {output_path: kept}
     if held_out_path:
         parts[held_out_path] = held_out
-    # What is entered first is moved into place last: the output exists only when everything else does.
+    # The context entered first moves its file into place last: the output exists only when everything else does.
     with contextlib.ExitStack() as outputs:
         counts = {}
         for path, part in parts.items():
@@ -262,7 +263,7 @@ def convert_examples(
 
 
 class _Tokenized(NamedTuple):
-    """The rows of all inputs as tokens, by input; where those are that were cut or left out; and notes for the user."""
+    """The tokens of all rows, by input; the locations of rows that were cut or skipped; and notes for the user."""
 
     inputs: List[List[Encoded]]
     truncated: List[str]
@@ -271,7 +272,7 @@ class _Tokenized(NamedTuple):
 
 
 def _tokenize(sources: Sequence[Source], examples: Examples, tokenizer: Any, settings: Settings):
-    """Returns the tokens of the rows that can be used, and the tokenizer."""
+    """Returns the tokens of the usable rows, and the tokenizer."""
     result = _Tokenized([], [], {}, [])
     for source in sources:
         result.notes.extend(source.notes)
@@ -312,7 +313,7 @@ def _check_usable(sources, inputs, skipped, strict):
 
 
 def _encode(rows, examples, tokenizer, settings, result):
-    """Returns the rows as tokens; what was cut or left out is entered into ``result``."""
+    """Returns the rows as tokens, and records rows that were cut or skipped in ``result``."""
     encoded = []
     limit = settings.seq_length + 1
     for row in progress(rows, "tokenizing"):
@@ -332,7 +333,7 @@ def _encode(rows, examples, tokenizer, settings, result):
 
 @contextlib.contextmanager
 def _naming(skipped: Dict[str, List[str]]) -> Iterator[None]:
-    """Names the rows that cannot be used in an error about the others, which might do with them."""
+    """Adds the unusable rows to an error about the others, since the error may not occur with them."""
     try:
         yield
     except DataError as error:
@@ -355,18 +356,18 @@ def _check_weights(weights: Union[Sequence[float], None], inputs: int) -> None:
 
 
 def drawn_counts(sizes: Sequence[int], weights: Sequence[float]) -> List[int]:
-    """Returns how many examples each input contributes: shares in proportion to the weights, of as many as there are.
+    """Returns how many examples each input contributes, in proportion to the weights and as many as possible.
 
     With w_i = weight_i / (sum of weights), input i contributes w_i N examples, rounded but at least 1, for the largest
-    N at which no input needs more than it has: N = min_i(size_i / w_i). So one input is used completely, the others in
-    part, and no example is repeated.
+    N at which no input needs more examples than it has: N = min_i(size_i / w_i). So one input is used completely, the
+    others in part, and no example is repeated.
     """
     least = min(size / weight for size, weight in zip(sizes, weights))
     return [min(max(round(least * weight), 1), size) for size, weight in zip(sizes, weights)]
 
 
 def mix(inputs: Sequence[List[Encoded]], weights: Union[Sequence[float], None], seed: int) -> List[List[Encoded]]:
-    """Returns the examples of each input that are drawn, in their first order; without weights, all of them."""
+    """Returns the drawn examples of each input in their original order; without weights, all of them."""
     if weights is None:
         return list(inputs)
     counts = drawn_counts([len(examples) for examples in inputs], weights)
@@ -383,7 +384,7 @@ def _boundary(examples, tokenizer):
 
 
 def _row_maker(row_format, boundary, settings, pack_rows):
-    """Returns what makes the columns of rows from some of the examples: one in each row, or packed."""
+    """Returns a function that makes the columns of rows from examples: one example per row, or packed."""
     if boundary is None:
         return row_format.columns
 
@@ -397,7 +398,7 @@ def _row_maker(row_format, boundary, settings, pack_rows):
 
 
 def _statistics(examples, tokenizer, settings):
-    """Returns the statistics of the examples and draws their histogram, as the settings ask for them."""
+    """Returns the examples' length statistics and draws their histogram, if the settings request them."""
     if not settings.stats:
         return None
     boundary = None
@@ -411,7 +412,7 @@ def _statistics(examples, tokenizer, settings):
 
 
 def _hold_out(encoded: List[Encoded], share: float, seed: int) -> Tuple[List[Encoded], List[Encoded]]:
-    """Returns the examples to train on and those held out, both in their first order."""
+    """Returns the training examples and the held-out examples, both in their original order."""
     if not share:
         return encoded, []
     if len(encoded) < 2:
@@ -423,5 +424,5 @@ def _hold_out(encoded: List[Encoded], share: float, seed: int) -> Tuple[List[Enc
 
 
 def _drawn(size, count, seed):
-    """Returns the numbers of ``count`` of ``size`` examples, drawn without repetition."""
+    """Returns the indices of ``count`` of ``size`` examples, drawn without repetition."""
     return set(np.random.default_rng(seed).permutation(size)[:count].tolist())

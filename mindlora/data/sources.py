@@ -1,4 +1,4 @@
-"""Inputs of a conversion: files of every known kind, folders of them, and saved datasets; their rows by field."""
+"""Inputs of a conversion: files of every known kind, folders of files, and saved datasets; their rows by field."""
 
 import csv
 import dataclasses
@@ -40,10 +40,10 @@ _BETWEEN_RECORDS = ", \t\r\n"
 
 
 class Row(NamedTuple):
-    """One row of a file: a dict, unless it is something else, and where it is.
+    """One row of a file, normally a dict, and its location.
 
-    The location is such as "line 12" in a .jsonl, "row 3 at line 12" in a .json, or "line 12 (instance 2)"; with the
-    file before it if several files are read.
+    Examples of locations are "line 12" in a .jsonl, "row 3 at line 12" in a .json, and "line 12 (instance 2)"; the file
+    comes first if several files are read.
     """
 
     location: str
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 class File(NamedTuple):
-    """What a file holds; ``columns`` are the names that the file itself lists, in its order: none in JSON."""
+    """The content of a file; ``columns`` are the names that the file lists, in order: none in JSON."""
 
     path: str
     columns: List[str]
@@ -59,7 +59,7 @@ class File(NamedTuple):
 
 
 def read_rows(path: str, split: Optional[str], columns: Collection[str]) -> File:
-    """Reads a file of a kind in KINDS, or a split of a saved dataset; of a table, ``columns`` as far as it has them.
+    """Reads a file of a kind in KINDS, or a split of a saved dataset; tables yield only ``columns``.
 
     Raises DataError if the file is missing, damaged, or of an unknown kind.
     """
@@ -84,7 +84,7 @@ def bare_name(path: str) -> str:
 
 
 def read_bytes(path: str) -> bytes:
-    """Returns what a file holds, decompressed if its name ends in .gz or .zst; raises DataError if that fails."""
+    """Returns the bytes of a file, decompressed if its name ends in .gz or .zst; raises DataError if that fails."""
     if not os.path.isfile(path):
         raise DataError(f"There is no file {path}{': it is a folder' * os.path.isdir(path)}. Correct the path.")
     refuse_pointer(path, DataError)
@@ -103,7 +103,7 @@ def read_bytes(path: str) -> bytes:
 def _read_zstd(path):
     import pyarrow
 
-    # pyarrow would take an empty file for one that holds nothing, but zstd writes a few bytes even then.
+    # pyarrow would read an empty file as empty content, but zstd writes a few bytes even for no content.
     if not os.path.getsize(path):
         raise EOFError("it is empty")
     with pyarrow.input_stream(path, compression="zstd") as file:
@@ -124,7 +124,7 @@ def read_text(path: str) -> str:
 
 
 def pieces(text: str, size: int = CHARACTERS_PER_CALL) -> Iterator[str]:
-    """Cuts a long text at line ends into pieces of at least ``size`` characters: a tokenizer gets one at a time."""
+    """Cuts a long text at line ends into pieces of at least ``size`` characters, to be tokenized one at a time."""
     start = 0
     while start < len(text):
         newline = text.find("\n", start + size)
@@ -147,7 +147,7 @@ def _read_json_list(path: str, text: str) -> List[Row]:
         raise DataError(
             f"{path} holds a JSON {type(records).__name__}, not a list of rows. Put the rows into [...], or use .jsonl."
         )
-    # The text is known to be a JSON list, so a second pass over it only has to find where each record starts.
+    # The text is known to be a JSON list, so a second pass only has to find where each record starts.
     scan = json.JSONDecoder().raw_decode
     rows = []
     line = 1
@@ -168,7 +168,7 @@ def _parse(path: str, text: str, first_line: int = 1) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
-        # Some write one object per line and still name the file .json.
+        # Some files hold one object per line and are still named .json.
         advice = "If each line holds one object, name it .jsonl." if error.msg == "Extra data" else "Correct that line."
         raise DataError(
             f"{path} is not valid JSON at line {line}, column {error.colno}: {error.msg}. {advice}"
@@ -178,7 +178,7 @@ def _parse(path: str, text: str, first_line: int = 1) -> Any:
 
 
 def _read_csv(path: str, text: str) -> File:
-    """Reads comma-separated values with a line of names; a location names the line on which the row starts."""
+    """Returns the rows of a CSV file with a header; a location names the line on which the row starts."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     columns: List[str] = []
@@ -211,7 +211,7 @@ def _check_names(path, columns):
 
 
 def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:
-    """Reads those of the columns that a Parquet file has; a location counts the rows from 1."""
+    """Reads the requested columns of a Parquet file, as far as it has them; a location counts the rows from 1."""
     import pyarrow
     from pyarrow import parquet
 
@@ -226,17 +226,17 @@ def _read_parquet(path: str, content: bytes, columns: Collection[str]) -> File:
 
 
 def is_saved_dataset(folder: str) -> bool:
-    """Returns whether a folder is a dataset, or several splits of one, that save_to_disk wrote."""
+    """Returns whether a folder is a dataset, or the splits of a dataset, that save_to_disk wrote."""
     return any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json"))
 
 
 def _read_saved_dataset(folder: str, split: Optional[str], columns: Collection[str]) -> File:
-    """Reads those of the columns that a dataset of save_to_disk has; a location counts the rows from 1."""
+    """Reads the requested columns of a saved dataset, as far as it has them; a location counts the rows from 1."""
     import datasets
 
     try:
         loaded = datasets.load_from_disk(folder)
-    except Exception as error:  # the library passes on whatever the damage causes, KeyError and TypeError included
+    except Exception as error:  # The library passes on whatever the damage causes, KeyError and TypeError included.
         raise DataError(
             f"{folder} cannot be read as a saved dataset: {type(error).__name__}: {error}. Copy it again."
         ) from error
@@ -262,7 +262,7 @@ def _rows_of(table) -> List[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leaves out what is null: a table gives each object the keys of all others, without a value."""
+    """Leaves out nulls: a table gives each object the keys of all other objects, with null as the value."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -274,13 +274,13 @@ def _alone(row: Row) -> List[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The fields that a kind of examples is made of.
+    """The fields of a kind of examples.
 
     Attributes:
-        fields (tuple of str): Their names, which are also those of their columns unless the user gives others.
-        defaults (dict): Field -> its value in a file that has no such column; other fields must have one.
-        aliases (dict): Field -> another name that its column often has.
-        expand (callable): Makes rows of one that holds several.
+        fields (tuple of str): The fields' names, which are also their columns' names unless the user gives others.
+        defaults (dict): Field -> its value in a file without such a column; other fields need a column.
+        aliases (dict): Field -> another common name of its column.
+        expand (callable): Expands one row that holds several.
         expands (tuple of str): Further columns that ``expand`` reads.
     """
 
@@ -293,7 +293,7 @@ class Layout:
     def rows_of(self, file: File, named: Mapping[str, str]) -> List[Row]:
         """Returns the rows of a file with their fields under the names of ``fields``.
 
-        Raises DataError if a column that the user named (field -> column), or one without a default, is in no row.
+        Raises DataError if no row has a column that the user named (field -> column) or that has no default.
         """
         columns = {field: self._column(field, file, named) for field in self.fields}
         if all(field == column for field, column in columns.items()):
@@ -301,7 +301,7 @@ class Layout:
         return [Row(row.location, self._rename(row.record, columns)) for row in file.rows]
 
     def _column(self, field, file, named):
-        """Returns the column of a field, or None for one that takes its default."""
+        """Returns the column of a field, or None if the field takes its default."""
         names = [named[field]] if field in named else [field, *filter(None, [self.aliases.get(field)])]
         present = [name for name in names if name in file.columns]
         if len(present) > 1:
@@ -311,7 +311,7 @@ class Layout:
         if present:
             return present[0]
         if not file.columns:
-            return field  # no row is an object, as each row will report
+            return field  # No row is an object, as each row will report.
         if field in named or field not in self.defaults:
             raise DataError(
                 f"{file.path} has no column '{names[0]}'.{suggestion(names[0], file.columns)} "
@@ -328,7 +328,7 @@ class Layout:
 
 
 class Source(NamedTuple):
-    """One input: its path as the user gave it, its rows, one or more, and what the user should know."""
+    """One input: its path as the user gave it, its rows, one or more, and notes for the user."""
 
     path: str
     rows: List[Row]
@@ -341,11 +341,11 @@ def read_inputs(
     columns: Sequence[Mapping[str, str]] = (),
     split: Optional[str] = None,
 ) -> List[Source]:
-    """Reads all inputs, in their order: files, folders of files, folders of save_to_disk.
+    """Reads all inputs in order: files, folders of files, and folders of save_to_disk.
 
-    If there are several files, each location names its file. ``columns`` has field -> column: none, one mapping for all
-    inputs, or one for each. ``split`` is which split of a saved dataset to read. Raises DataError if one of these is
-    missing, an input is empty, damaged or of an unknown kind, or the same input is given twice.
+    If there are several files, each location names its file. ``columns`` maps fields to columns: empty, one mapping for
+    all inputs, or one for each. ``split`` is the split of a saved dataset to read. Raises DataError if a file, column
+    or split is missing, an input is empty, damaged or of an unknown kind, or the same input is given twice.
     """
     paths = [inputs] if isinstance(inputs, str) else list(inputs)
     _check_inputs(paths, layout, columns)
@@ -386,7 +386,7 @@ def _check_inputs(paths, layout, columns):
 
 
 def _files_of(path: str) -> Tuple[List[str], List[str]]:
-    """Returns the files of an input, or the folder if it is a saved dataset, and notes on what was left out."""
+    """Returns the files of an input, or the folder if it is a saved dataset, and notes on files that were left out."""
     if not os.path.isdir(path) or is_saved_dataset(path):
         return [path], []
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""Plain text to MindRecord: packed into full rows, to pretrain a model on."""
+"""Conversion of plain text to MindRecord, packed into full rows, for pretraining."""
 
 import re
 from typing import Any, Iterator, List, Optional, Sequence
@@ -34,7 +34,7 @@ def convert_text(
         input_path (str): Text in UTF-8.
         output_path, tokenizer, seq_length: As in convert_alpaca.
         paragraphs (bool): Make each paragraph a document, with bos and eos around it; blank lines separate paragraphs.
-            Default: False, the whole file is one document.
+            Default: False, the file is one document.
         train_vocab_size, train_texts, base, ignore_token_id, overwrite: As in Settings.
 
     Returns:
@@ -60,7 +60,7 @@ def convert_text(
         parts.extend(_encode(document, loaded))
     tokens = np.concatenate(parts)
     rows = [tokens[start : start + seq_length + 1] for start in range(0, len(tokens), seq_length + 1)]
-    # A single token that is left over has nothing to predict.
+    # A single leftover token has nothing to predict.
     encoded = [Encoded(row, np.ones(len(row), bool)) for row in rows if len(row) > 1]
     row_format = RowFormat(loaded, seq_length, ignore_token_id)
     with replace_mindrecord(output_path) as path:

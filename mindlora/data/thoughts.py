@@ -1,7 +1,7 @@
-"""What the assistant thought before it spoke: in a field of its message or in its content, and where templates have it.
+"""The assistant's thoughts: in a field of its message or in its content, wherever the template reads them.
 
-Templates that open the block of thoughts themselves take the thoughts from a field. Given in the content, they would
-stand behind an empty block; a server that does not take them apart even leaves out where they begin.
+Templates that open the block of thoughts themselves read the thoughts from a field. In the content, thoughts would
+follow an empty block; a server that does not separate them even omits the tag that begins them.
 """
 
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -9,16 +9,16 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 from mindlora.data.conversion import UnusableRow
 from mindlora.models.thoughts import FAMILIES
 
-# Names of the field, those of servers and of templates.
+# Names of the field, in servers and in templates.
 FIELDS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 _THOUGHT, _ANSWER = "A thought.", "An answer."
-# Contents of training data have these.
+# The tags in the contents of training data.
 BEGIN, END = FAMILIES[0].begin, FAMILIES[0].end
 Messages = List[Dict[str, Any]]
 
 
 def field_of(render: Callable[[Messages], str]) -> Optional[str]:
-    """Returns the field from which a chat template takes thoughts, or None; ``render`` returns the text of messages."""
+    """Returns the field from which a chat template reads thoughts, or None; ``render`` returns the text of messages."""
     for field in FIELDS:
         if _THOUGHT in _rendered(render, {field: _THOUGHT}):
             return field
@@ -26,7 +26,7 @@ def field_of(render: Callable[[Messages], str]) -> Optional[str]:
 
 
 def writes_block(render: Callable[[Messages], str]) -> bool:
-    """Returns whether a chat template writes a block of thoughts where there are none."""
+    """Returns whether a chat template writes a block of thoughts for a message without thoughts."""
     return END in _rendered(render, {})
 
 
@@ -34,7 +34,7 @@ def _rendered(render, fields):
     answer = {"role": "assistant", "content": _ANSWER, **fields}
     try:
         return render([{"role": "user", "content": "A question."}, answer])
-    except Exception:  # a template is a program, which may well refuse this conversation
+    except Exception:  # A template is a program and may reject this conversation.
         return ""
 
 
@@ -45,7 +45,7 @@ def thoughts_of(message: Dict[str, Any]) -> Optional[str]:
 
 
 def with_thoughts_in(field: str, messages: Sequence[Dict[str, Any]]) -> Messages:
-    """Returns messages in which what the assistant thought is in this field, from wherever it was."""
+    """Returns the messages with the assistant's thoughts moved into this field."""
     return [_with_thoughts(message, field) if message["role"] == "assistant" else message for message in messages]
 
 
@@ -60,7 +60,7 @@ def _with_thoughts(message, field):
 
 
 def _apart(content):
-    """Returns the thoughts that a content begins with, also if nothing says where they begin, and the rest."""
+    """Splits a content into the thoughts at its beginning, even without an opening tag, and the rest."""
     before, end, answer = content.partition(END)
     _, begin, thoughts = before.partition(BEGIN)
     if not end or before[: before.find(BEGIN)].strip() and begin:
@@ -70,7 +70,7 @@ def _apart(content):
 
 
 def check_blocks(messages: Sequence[Dict[str, Any]], text: str) -> None:
-    """Raises UnusableRow if the text of messages has a second block of thoughts, or half of one, behind the template's.
+    """Raises UnusableRow if the text of messages has a second block of thoughts, or half a block, after the template's.
 
     The template must be one that writes a block in each turn of the assistant (see ``writes_block``).
     """

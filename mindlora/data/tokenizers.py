@@ -1,4 +1,4 @@
-"""Tokenizers: loads those of Hugging Face and sentencepiece, trains small ones, compares them with a base's."""
+"""Tokenizers: loads Hugging Face's and sentencepiece's, trains small ones, and compares them with a base's."""
 
 import dataclasses
 import os
@@ -34,10 +34,10 @@ class SpecialIds(NamedTuple):
     """Ids of the special tokens.
 
     Attributes:
-        bos (int or None): Beginning of sequence; None if the tokenizer has no such token, and rows then have none.
+        bos (int or None): Beginning of sequence; None if the tokenizer, and so the rows, have no such token.
         eos (int): End of sequence.
         pad (int): Padding.
-        notes (tuple of str): What is done instead if the tokenizer lacks a token.
+        notes (tuple of str): What replaces tokens that the tokenizer lacks.
     """
 
     bos: Optional[int]
@@ -47,7 +47,7 @@ class SpecialIds(NamedTuple):
 
 
 def load_tokenizer(path: str) -> Any:
-    """Loads a tokenizer from local files; if a folder holds both kinds, from tokenizer.json.
+    """Loads a tokenizer from local files; tokenizer.json is preferred if a folder holds both kinds.
 
     Args:
         path (str): A folder with tokenizer.json or tokenizer.model, or the file itself (a sentencepiece file may have
@@ -83,7 +83,7 @@ def _load_hugging_face(path):
     try:
         # Not AutoTokenizer: tokenizer.json is complete, and needs no tokenizer class of its model.
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **settings)
-    except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
+    except Exception as error:  # The library raises a bare Exception for a tokenizer.json that it cannot parse.
         raise TokenizerError(
             f"Hugging Face's PreTrainedTokenizerFast cannot load {path} with the tokenizer_config.json beside it. "
             f"Copy both again, or save them with transformers 4. The reason: {_brief(error)}"
@@ -91,8 +91,10 @@ def _load_hugging_face(path):
 
 
 def _of_transformers_4(path: str) -> Dict[str, Any]:
-    """Returns what a tokenizer_config.json of transformers 5 says in a way that transformers 4 does not read, in its
-    way: special tokens without a role, of which transformers 5 has a list called extra_special_tokens."""
+    """Returns settings of transformers 5's tokenizer_config.json in the form that transformers 4 reads.
+
+    These are special tokens without a role, which transformers 5 lists as extra_special_tokens.
+    """
     if not os.path.isfile(path):
         return {}
     with open(path, "rb") as file:
@@ -107,7 +109,7 @@ def _of_transformers_4(path: str) -> Dict[str, Any]:
 
 def _load_sentencepiece(path):
     require_mindformers()
-    # MindFormers is slow to import and writes a log folder, so only sentencepiece files import it.
+    # MindFormers is slow to import and writes a log folder, so it is imported only for sentencepiece files.
     from mindformers.models.llama.llama_tokenizer import LlamaTokenizer
 
     try:
@@ -127,7 +129,7 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 
 def special_ids(tokenizer: Any) -> SpecialIds:
-    """Returns the ids that begin, end and pad a row. Without a pad token, eos pads, and its labels there are ignored.
+    """Returns the ids that begin, end and pad a row. Without a pad token, eos pads, with ignored labels.
 
     Raises TokenizerError if there is no end-of-sequence token, without which a model could not learn to stop.
     """
@@ -156,7 +158,7 @@ def train_tokenizer(
     With few texts, the tokenizer may be smaller than vocab_size, because training ends when no pair occurs twice.
 
     Args:
-        texts (iterable of str): What to learn from.
+        texts (iterable of str): Training texts.
         vocab_size (int): Number of ids, the special ones included; at least 260.
         path (str): Folder to write; both transformers.AutoTokenizer and load_tokenizer read it.
         overwrite (bool): Replace a folder that an earlier call wrote. Default: False.
@@ -237,7 +239,7 @@ def check_tokenizer_output(path: str, overwrite: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What a conversion knows of its tokenizer: ``tokenizer``, ``train_size`` and the others are as in Settings."""
+    """The tokenizer settings of a conversion; ``tokenizer``, ``train_size`` and the others are as in Settings."""
 
     tokenizer: Any
     train_size: Optional[int] = None
@@ -245,8 +247,7 @@ class Vocabulary:
     base: Optional[str] = None
 
     def check(self, overwrite: bool) -> None:
-        """Raises DataError or TokenizerError if a setting is wrong, a file is missing, or the tokenizer may not be
-        written where it should be."""
+        """Raises DataError or TokenizerError for a wrong setting, a missing file or a bad output path."""
         if self.base is not None and not os.path.exists(self.base):
             raise DataError(f"base: {self.base} does not exist. Name the checkpoint that is trained on the data.")
         if self.train_size is None:
@@ -258,7 +259,7 @@ class Vocabulary:
             return
         if not isinstance(self.tokenizer, str):
             raise DataError(
-                "train_vocab_size asks for a new tokenizer: give the path to save it at, not a loaded tokenizer."
+                "train_vocab_size requests a new tokenizer: give the path to save it at, not a loaded tokenizer."
             )
         for path in self.train_texts:
             if bare_name(path).endswith(_ENDINGS_OF_ROWS):
@@ -271,7 +272,7 @@ class Vocabulary:
         check_tokenizer_output(self.tokenizer, overwrite)
 
     def load(self, texts: Iterable[str], chat_template: Optional[str] = None) -> Tuple[Any, List[str]]:
-        """Returns the tokenizer, trained on ``texts`` if that was asked for, and what the user should know of it."""
+        """Returns the tokenizer, trained on ``texts`` if requested, and notes on it for the user."""
         if self.train_size is None:
             loaded = load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
             return loaded, self._of_the_base(loaded)
@@ -281,7 +282,7 @@ class Vocabulary:
         notes = [f"{self.tokenizer}: a tokenizer of {len(trained)} tokens, trained on {learned_from}"]
         if len(trained) < self.train_size:
             notes.append(
-                f"it is smaller than the {self.train_size} tokens asked for, because no other pair occurs twice"
+                f"it is smaller than the {self.train_size} tokens requested, because no other pair occurs twice"
             )
         return trained, notes + self._of_the_base(trained)
 
@@ -296,7 +297,7 @@ class Vocabulary:
             yield from pieces(read_text(path))
 
     def _of_the_base(self, loaded) -> List[str]:
-        """Returns a warning if the base was trained with another vocabulary, or if that is not known of a new one."""
+        """Returns a warning if the base was, or for a new tokenizer may have been, trained with another vocabulary."""
         new = self.train_size is not None
         if self.base is None:
             return [_ONLY_FROM_SCRATCH + " (--base compares it with the base's)"] if new else []
@@ -332,7 +333,7 @@ def _tokenizer_beside(base: str) -> Optional[str]:
 
 
 def _embedding_rows(base: str) -> Optional[int]:
-    """Returns the number of ids that a checkpoint has embeddings for; None if it has no embedding."""
+    """Returns the number of ids for which a checkpoint has embeddings; None if it has no embedding."""
     with BaseCheckpoint(base) as checkpoint:
         table = checkpoint.tensors.get(checkpoint.architecture.embedding_table(checkpoint.world))
         return table.shape[0] if table else None

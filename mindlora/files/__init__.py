@@ -1,1 +1,1 @@
-"""Adapters and base checkpoints on disk: read, written as streams, converted, compared. No MindSpore."""
+"""Adapters and base checkpoints on disk: read, written as streams, converted, compared; without MindSpore."""

@@ -1,1 +1,1 @@
-"""What models are called, and LoraConfig: its variants, and which cells of a model it means. No MindSpore."""
+"""The names of models' cells; LoraConfig, its variants and the cells that it selects. Without MindSpore."""

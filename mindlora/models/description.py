@@ -1,4 +1,4 @@
-"""Description: a network without its values, of the cells that can carry an adapter and of all parameters."""
+"""Description: the cells of a network that can carry an adapter, and all its parameters, without values."""
 
 import dataclasses
 from typing import Dict, Mapping, NamedTuple, Tuple
@@ -23,17 +23,17 @@ def expert_refusal(kind: str, experts: int) -> str:
 
 
 class AdaptableCell(NamedTuple):
-    """A cell that can carry an adapter, or the stacked weight of a layer's experts, which counts as one.
+    """A cell that can carry an adapter, or the stacked weight of a layer's experts, which counts as a cell.
 
     Attributes:
         layout (PairLayout): Its kind: LINEAR, EMBEDDING, CONVOLUTION or EXPERTS.
         shape (tuple of int): The shape of its weight, as layout.pair_shapes takes it.
-        prefix (str): What the names of its parameters begin with, before the last dot; of stacked experts, the name of
+        prefix (str): The names of its parameters up to the last dot; for stacked experts, the name of
             their weight.
         groups (int): Groups of a convolution.
-        bases (tuple of str): What else it is that an adapter may not support, such as SHARDED.
-        refusal (str): Why it carries no adapter, whatever the configuration, or none of the configuration that the
-            network was described for; "" if it does.
+        bases (tuple of str): Other properties of its base that an adapter may not support, such as SHARDED.
+        refusal (str): Why it carries no adapter at all, or none of the configuration for which the
+            network was described; "" if it does.
         quantization_refusal (str): Why its weight cannot be quantized; "" if it can.
     """
 
@@ -51,13 +51,13 @@ class AdaptableCell(NamedTuple):
         return self.prefix if self.layout is EXPERTS else f"{self.prefix}.weight"
 
     def sharded(self, *bases: str) -> "AdaptableCell":
-        """Returns the cell as MindSpore divides it: ``bases`` are SHARDED and, if its weight is divided too, CUT."""
+        """Returns the cell as MindSpore divides it: ``bases`` gains SHARDED and, if its weight is divided too, CUT."""
         if self.layout is EMBEDDING and not names.is_mcore(self.prefix):
             return self._replace(refusal=SHARDED_EMBEDDING)
         return self._replace(bases=bases, quantization_refusal=NOT_QUANTIZED_SHARDED)
 
     def holds(self, parameter: str) -> bool:
-        """Returns whether a parameter, by its name, is of this cell."""
+        """Returns whether a parameter with this name belongs to this cell."""
         return parameter == self.prefix or parameter.startswith(self.prefix + ".")
 
 
@@ -78,7 +78,7 @@ class Description:
         return dataclasses.replace(self, cells={path: cell.sharded(*bases) for path, cell in self.cells.items()})
 
     def is_quantized(self, parameter: str) -> bool:
-        """Returns whether a parameter of the network, by its name, holds 4-bit values."""
+        """Returns whether the parameter of this name holds 4-bit values."""
         return parameter in self.parameters and self.parameters[parameter].dtype == QUANTIZED_DTYPE
 
 

@@ -1,4 +1,4 @@
-"""How many tokens an output head and its loss take at a time, and which runs have them take all at once."""
+"""How many tokens an output head and its loss take at a time, and which runs take all at once."""
 
 import dataclasses
 from typing import NamedTuple, Union
@@ -8,7 +8,7 @@ from mindlora.models.variants.registry import LORA
 from mindlora.models.variants.variant import Variant
 
 KEY = "loss_in_pieces"
-# Where a YAML of graph mode has it, and one of MindFormers' PyNative Trainer.
+# The setting's place in a YAML of graph mode, and in one of MindFormers' PyNative Trainer.
 IN_GRAPH_MODE, IN_PYNATIVE = f"runner_wrapper.{KEY}", f"pet_config.{KEY}"
 _LOGITS = 2**22
 _PIECES = 32
@@ -23,7 +23,7 @@ def tokens_at_once(tokens: int, channels: int, vocabulary: int) -> int:
 
     Args:
         tokens (int): Tokens of a micro-batch.
-        channels (int): Width of what the head takes.
+        channels (int): Width of the head's input.
         vocabulary (int): Rows of the head's weight.
     """
     piece = max(_LOGITS, 2 * tokens * channels) // vocabulary // _MULTIPLE * _MULTIPLE
@@ -53,9 +53,9 @@ class HeadDivision:
     Attributes:
         rows (int): Devices, or groups of them, with tokens of their own: data_parallel * context_parallel.
         model (int): Devices that share the head (model_parallel).
-        by_vocabulary (bool): Whether each of these has a part of the head's rows, and all their tokens. If not, each
+        by_vocabulary (bool): Whether each of these holds a part of the head's rows, and all tokens. If not, each
             has the whole head (vocab_emb_dp, or a vocabulary that model_parallel does not divide).
-        by_tokens (bool): Whether each of those with a whole head takes a part of their tokens; if not, all of them take
+        by_tokens (bool): Whether devices with a whole head each take a part of the tokens; if not, all of them take
             all, as model_parallel does not divide them.
     """
 
@@ -74,12 +74,12 @@ class HeadDivision:
         return cls(data * context, model, by_vocabulary, by_tokens)
 
 
-# What Head.cell says of a head with several adapters.
+# The text of Head.cell for a head with several adapters.
 SEVERAL_ADAPTERS = "has several adapters"
 
 
 def adapter_obstacle(variant: Variant, weight_trains: bool) -> str:
-    """Returns what of an adapter on a head keeps its logits whole, as Head.cell has it; "" if nothing does.
+    """Returns the property of an adapter on a head that keeps its logits whole, for Head.cell; "" if there is none.
 
     Args:
         variant (Variant): The variant of LoRA.
@@ -97,15 +97,15 @@ DIVIDED_DROPOUT = "has an adapter with lora_dropout and is divided among devices
 
 
 class Head(NamedTuple):
-    """What of a run decides whether its head and loss go through the tokens in pieces.
+    """The properties of a run that decide whether its head and loss go through the tokens in pieces.
 
     Attributes:
         setting (bool or int): loss_in_pieces.
-        run (str): What about the run keeps the logits whole, such as "the train step is MindFormers' own"; "" if
+        run (str): What in the run keeps the logits whole, such as "the train step is MindFormers' own"; "" if
             nothing does.
-        model (str): What the model is called.
-        is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, of which is known how they use their head.
-        cell (str): What of the head keeps the logits whole, such as "has a bias"; "" if nothing does.
+        model (str): The model's name.
+        is_known (bool): Whether it is LlamaForCausalLM or a GPTModel, whose use of their head is known.
+        cell (str): The property of the head that keeps the logits whole, such as "has a bias"; "" if there is none.
         predicts_several (bool): Whether it is a PyNative model that predicts several tokens (num_nextn_predict_layers).
         key (str): IN_GRAPH_MODE or IN_PYNATIVE, which has the setting.
     """
@@ -120,7 +120,7 @@ class Head(NamedTuple):
 
     @property
     def why_whole(self) -> str:
-        """Why the logits of all tokens are made at once; "" if they are not."""
+        """Why the logits of all tokens are computed at once; "" if they are not."""
         if self.setting is False:
             return f"{self.key} is False"
         if self.run:
@@ -132,7 +132,7 @@ class Head(NamedTuple):
         return f"the output head {self.cell}" if self.cell else ""
 
     def __str__(self) -> str:
-        """Returns which of the two it is, as log, doctor and plan say it."""
+        """Returns the sentence about the head for log, doctor and plan."""
         if self.why_whole:
             return f"Head and loss: the logits of all tokens are made at once, as {self.why_whole}."
         size = "some" if self.setting is True else f"{self.setting:,}"

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the models that it shares with mindlora, and their tensors, in GGUF files."""
+"""llama.cpp's names, in GGUF files, for the models that it shares with mindlora, and for their tensors."""
 
 import re
 from typing import Dict, NamedTuple, Optional
@@ -53,11 +53,11 @@ def cell_name(path: str) -> Optional[str]:
 
 
 def is_rotated(path: str) -> bool:
-    """Returns whether the rotary embedding turns what the cell at ``path`` (Hugging Face's) gives."""
+    """Returns whether the rotary embedding turns the output of the cell at ``path`` (Hugging Face's)."""
     return path.endswith(("self_attn.q_proj", "self_attn.k_proj"))
 
 
 def neighbors_from_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Orders the rows of q or k, [out, ...], so that what is rotated together stands side by side in each head."""
+    """Orders the rows of q or k, [out, ...], so that elements rotated together are neighbours in each head."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or made in Python."""
+"""LoraConfig: one validated description of an adapter, read from MindFormers' pet_config or built in Python."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from mindlora.models.target_modules import pattern_value
 from mindlora.models.variants import registry
 from mindlora.models.variants.variant import QUANTIZED
 
-# What a pet_config node says beside the fields of LoraConfig: pet types and presets.
+# Keys of a pet_config node besides the fields of LoraConfig: pet types and presets.
 
 # Recipes by the size of the fine-tuning data. `learning_rate` is not a field of an adapter:
 # mindlora-run puts it into lr_schedule when the YAML names none.
@@ -64,7 +64,7 @@ NF4, AS_STORED = "nf4", "as_stored"
 QUANTIZATIONS = (NF4, AS_STORED)
 _DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
 _ZERO_INITS = ("zero", "zeros")
-# PEFT's names of fields, for whoever knows those.
+# PEFT's names of fields, for users who know them.
 _PEFT_NAMES = {"r": "lora_rank", "init_lora_weights": "lora_init"}
 Patterns = Union[str, List[str], None]
 _Config = TypeVar("_Config", bound="LoraConfig")
@@ -90,7 +90,7 @@ class LoraConfig:
         quantize_base (str): ``"nf4"`` quantizes linear cells and routed experts of the base, adapted or not, to 4-bit
             NormalFloat (Dettmers et al., QLoRA, 2023; see quantize_base). ``"as_stored"`` says that linear cells hold
             the integers of a quantized checkpoint, as hold_base made them. Default: None, the base stays as it is.
-        quantize_exclude (str or list of str): Cells to leave unquantized besides output heads, given as
+        quantize_exclude (str or list of str): Cells to leave unquantized in addition to output heads, given as
             target_modules is. Default: None.
         lora_init (str): Initializer of A and B together: ``"kaiming"``, ``"gaussian"`` (A normal with deviation
             1 / r), ``"orthogonal"``, ``"pissa"``, ``"pissa_niter_N"``, ``"olora"``, ``"mica"``, ``"loftq"`` or
@@ -132,7 +132,7 @@ class LoraConfig:
         freeze_exclude (list of str): Shell-style patterns of base parameters to train too. Default: None.
 
     Attributes:
-        variant (Variant): What the use_... fields ask for: plain LoRA, DoRA, ... It knows what follows from them.
+        variant (Variant): The variant that the use_... fields select: plain LoRA, DoRA, ...
 
     Raises:
         ConfigError: A field has the wrong type or is out of range.
@@ -178,7 +178,7 @@ class LoraConfig:
     freeze_exclude: Optional[List[str]] = None
 
     def __new__(cls, *_: object, **fields: object) -> "LoraConfig":
-        """Raises ConfigError for a field that there is not, with the one that was meant."""
+        """Raises ConfigError for an unknown field, and suggests the nearest known one."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:
@@ -318,7 +318,7 @@ class LoraConfig:
     def as_saved(self) -> "LoraConfig":
         """Returns the configuration of the adapter that save_lora writes.
 
-        If lora_init changes the base, that is a plain LoRA of twice the rank, at the same scale (see
+        If lora_init changes the base, the adapter is saved as a plain LoRA of twice the rank, at the same scale (see
         mindlora.network.initialize).
         """
         if initializers.is_loftq(self.lora_init):
@@ -396,7 +396,7 @@ class LoraConfig:
         return cls(**settings)
 
     def to_dict(self) -> dict:
-        """Returns the fields as plain values, fit for YAML or JSON if the initializers are given by name."""
+        """Returns the fields as plain values, which YAML or JSON can hold if the initializers are given by name."""
         return dataclasses.asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""How Hugging Face and MindFormers (in its legacy and in its mcore models) name the cells and the parameters of the
+"""Names of cells and parameters in Hugging Face's and in MindFormers' legacy and mcore models, for the
 models in registry.ARCHITECTURES."""
 
 import functools
@@ -13,22 +13,22 @@ _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def to_hugging_face(path: str) -> str:
-    """Returns ``path`` under Hugging Face's names; a path with none of MindFormers' names comes back unchanged."""
+    """Returns ``path`` under Hugging Face's names; a path without MindFormers' names is unchanged."""
     return _path(path, (LEGACY, MCORE), HF)
 
 
 def to_mindformers(path: str) -> str:
-    """Returns ``path`` under the names that adapters are kept under, the legacy models'; an unknown one unchanged."""
+    """Returns ``path`` under the legacy models' names, which adapters use; an unknown one is unchanged."""
     return _path(path, (HF, MCORE), LEGACY)
 
 
 def to_mcore(path: str) -> str:
-    """Returns ``path`` under mcore's names; a path with none of Hugging Face's or the legacy models' is unchanged."""
+    """Returns ``path`` under mcore's names; a path without Hugging Face's or the legacy models' names is unchanged."""
     return _path(path, (LEGACY, HF), MCORE)
 
 
 def mcore_to_mindformers(path: str) -> str:
-    """Returns ``path`` of an mcore model as to_mindformers does; layers get their name even for an unknown cell."""
+    """Returns ``path`` of an mcore model as to_mindformers does; layers are renamed even for unknown cells."""
     for architecture in registry.ARCHITECTURES:
         legacy = architecture.rename_path(path, MCORE, LEGACY)
         if legacy is not None:
@@ -37,17 +37,17 @@ def mcore_to_mindformers(path: str) -> str:
 
 
 def parameter_to_hugging_face(name: str) -> Optional[str]:
-    """Returns the Hugging Face name of a parameter of either of MindFormers' worlds, or None if it is not known."""
+    """Returns the Hugging Face name of a parameter of either of MindFormers' worlds, or None if it is unknown."""
     return _parameter(name, (LEGACY, MCORE), HF)
 
 
 def parameter_to_mindformers(name: str) -> Optional[str]:
-    """Returns the name in MindFormers' legacy models of a parameter of another world, or None if it is not known."""
+    """Returns the name in MindFormers' legacy models of a parameter of another world, or None if it is unknown."""
     return _parameter(name, (HF, MCORE), LEGACY)
 
 
 def parameter_in_adapters(name: str) -> str:
-    """Returns the name that adapters keep a parameter under: Hugging Face's where legacy models have none for it."""
+    """Returns a parameter's name in adapters: the legacy models', or Hugging Face's if these have none."""
     return parameter_to_mindformers(name) or _parameter(name, (MCORE,), HF) or name
 
 
@@ -59,8 +59,8 @@ def parameter_to_mcore(name: str) -> Optional[str]:
 def canonical(paths: Iterable[str], among: Iterable[str] = ()) -> Dict[str, str]:
     """Returns path -> to_mindformers(path) for cells of one network.
 
-    Cells of two mcore models can have the same name, such as linear_qkv: together, the paths tell which model it is.
-    Those in ``among``, of more cells of the network, only help with that.
+    Cells of two mcore models can have the same name, such as linear_qkv: together, the paths identify the model.
+    ``among``, further paths of the network, only helps with that.
     """
     cells = list(paths)
     architecture = _knowing_most(lambda record, path: record.rename_path(path, MCORE, LEGACY), [*cells, *among])
@@ -79,7 +79,7 @@ def worlds_of(name: str, architecture: Architecture) -> Tuple[str, ...]:
 
 
 def aliases(path: str) -> Tuple[str, ...]:
-    """Returns every path under which a user may name the cell at ``path``."""
+    """Returns all paths by which a user may name the cell at ``path``."""
     others = [to_hugging_face(path)]
     if is_mcore(path):
         others.append(to_mindformers(path))
@@ -94,7 +94,7 @@ def is_mcore(path: str) -> bool:
 
 
 def belongs_to(name: str, module: str) -> bool:
-    """Returns whether a parameter is of ``module``, a path or its end after a dot, under either world's names."""
+    """Returns whether a parameter belongs to ``module``, a path or its end after a dot, under either world's names."""
     return any(ends_in(alias.rpartition(".")[0], module) for alias in (name, parameter_to_hugging_face(name) or name))
 
 
@@ -104,7 +104,7 @@ def layer_of(path: str) -> Optional[int]:
 
 
 def joined_cell(path: str) -> JoinedCell:
-    """Returns the record of the joined cell at ``path``; raises KeyError where joined_parts returns []."""
+    """Returns the record of the joined cell at ``path``; raises KeyError if joined_parts returns []."""
     for architecture in registry.ARCHITECTURES:
         cell = architecture.joined_cell(path)
         if cell is not None:
@@ -127,7 +127,7 @@ def joined_path(path: str) -> Optional[str]:
 def in_hugging_face(path: str) -> bool:
     """Returns whether Hugging Face's model has the cell at ``path``; an unknown one counts as its own.
 
-    It lacks the joined cells of most models; of ChatGLM, it has those and lacks the parts.
+    It lacks the joined cells of most models. For ChatGLM it has them, and lacks their parts.
     """
     if any(architecture.in_hugging_face(path) for architecture in registry.ARCHITECTURES):
         return True
@@ -141,9 +141,9 @@ def is_linear(path: str) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def role_of(path: str) -> str:
-    """Returns what the legacy Llama calls the cell or norm with the same place in a layer as the one at ``path``.
+    """Returns the legacy Llama's name for the cell or norm in the same place of a layer as the one at ``path``.
 
-    Such as w_qkv, wo or attention_norm (Architecture.roles); the last part of a path that has no such place.
+    Examples are w_qkv, wo and attention_norm (Architecture.roles). Any other path gives its last part.
     """
     if is_output_head(path):
         return "lm_head"
@@ -190,12 +190,12 @@ def output_heads() -> List[str]:
     return list(dict.fromkeys(architecture.output_head.mindformers for architecture in registry.ARCHITECTURES))
 
 
-# In the names of parameters that describe a train step or are set anew when a run is resumed: no state of the run.
+# Words in the names of parameters that are not state of a run: they describe a train step or are set when it resumes.
 TRANSIENT = "transient_"
 
 
 def is_computed(name: str) -> bool:
-    """Returns whether a tensor of a checkpoint is one that every model computes for itself."""
+    """Returns whether every model computes this tensor of a checkpoint itself."""
     return any(name.endswith(architecture.computed) for architecture in registry.ARCHITECTURES)
 
 
@@ -210,12 +210,12 @@ def architecture_of(parameters: Iterable[str]) -> Architecture:
     def knows(architecture: Architecture, name: str) -> bool:
         return any(architecture.rename_parameter(name, *worlds) for worlds in itertools.permutations(WORLDS, 2))
 
-    # Layers and experts are alike.
+    # Numbers of layers and experts do not matter.
     return _knowing_most(knows, {re.sub(r"\d+", "0", name) for name in parameters})
 
 
 def architecture_of_cells(paths: Iterable[str]) -> Optional[Architecture]:
-    """Returns the first architecture that has all of these cells (legacy names); None if the Llama has, or none."""
+    """Returns the first architecture that has all of these cells (legacy names); None for Llama or no match."""
     cells = list(paths)
     for architecture in registry.ARCHITECTURES:
         target = HF if architecture.legacy else MCORE
@@ -230,7 +230,7 @@ def _knowing_most(knows: Callable[[Architecture, str], object], names: Iterable[
 
 
 def _by_layers(name: str) -> List[Architecture]:
-    """Returns all architectures, first those whose layers have names that begin as ``name`` does."""
+    """Returns all architectures, first those whose prefix of layers begins ``name``."""
     return sorted(registry.ARCHITECTURES, key=lambda architecture: not name.startswith(architecture.layer_starts))
 
 
@@ -255,9 +255,9 @@ def _leaf(path: str) -> str:
 
 
 def missing_prefix(of_model: Collection[str]) -> str:
-    """Returns what the names of cells or parameters lack if they are a bare model's, such as "model."; "" otherwise.
+    """Returns the prefix that names of a bare model lack, such as "model."; "" for other names.
 
-    They are a bare model's if a known model has one of them behind the prefix, and none of them begins with it.
+    Names are a bare model's if a known model has one of them behind the prefix, and none of them begins with it.
     """
     for architecture in registry.ARCHITECTURES:
         for world in (HF, LEGACY):
@@ -271,13 +271,13 @@ def missing_prefix(of_model: Collection[str]) -> str:
 
 
 def with_prefix(name: str, prefix: str) -> str:
-    """Returns a name of a bare model as the model with a head has it; a head's, which stands beside it, as it is."""
+    """Returns a bare model's name as the model with a head has it; a head's name is unchanged."""
     is_head = any(map(is_output_head, (name, name.rpartition(".")[0])))
     return name if is_head else prefix + name
 
 
 def _is_bare(name: str, prefix: str, layers: str, architecture: Architecture, world: str) -> bool:
-    """Returns whether ``name`` is of a layer or of what stands beside the layers, and is known behind the prefix."""
+    """Returns whether ``name`` belongs to a layer or stands beside the layers, and is known behind the prefix."""
     whole = prefix + name
     if not re.match(rf"{re.escape(layers)}\.\d+\.", name):
         # mcore's embedding.word_embeddings has nothing before it.

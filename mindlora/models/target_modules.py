@@ -28,14 +28,14 @@ def select_targets(
     warn: bool = True,
     not_linear: Collection[str] = (),
 ) -> List[str]:
-    """Returns the paths in ``linear_paths``, those of all cells that can have an adapter, that get one, in their order.
+    """Returns, in order, the paths of the cells that get an adapter, of ``linear_paths``, all cells that can have one.
 
     Args:
         target_modules, exclude_modules (str or list): As in LoraConfig, as is layers_to_transform, ``layers``.
         other_cells (dict): Full path -> class name of all other cells, for errors about a name that matches no linear
             cell.
         warn (bool): Whether to warn of alternatives of a regex that match nothing.
-        not_linear (collection of str): Those in ``linear_paths`` that are not linear cells: embeddings, convolutions
+        not_linear (collection of str): Paths in ``linear_paths`` that are not linear cells: embeddings, convolutions
             and experts, which "all-linear" leaves out, as PEFT's does.
 
     Raises:
@@ -73,7 +73,7 @@ def select_parameters(
     exclude_modules: Optional[Selector] = None,
     layers: Optional[Union[int, Sequence[int]]] = None,
 ) -> List[str]:
-    """Returns those of the full paths of a network's stacked weights of experts that get an adapter, in their order.
+    """Returns, in order, the full paths of the stacked experts' weights that get an adapter.
 
     The other arguments are LoraConfig's. Raises TargetError if a name matches no stacked weight, or nothing is left.
     """
@@ -96,7 +96,7 @@ def select_parameters(
 
 
 def select_quantized(linear_paths: Sequence[str], exclude: Optional[Selector] = None) -> List[str]:
-    """Returns the paths, in order, of the weights that quantize_base makes 4-bit: no output heads, none in ``exclude``.
+    """Returns, in order, the paths of the weights that quantize_base quantizes: no output heads, none in ``exclude``.
 
     ``linear_paths`` has those of stacked weights of experts too; ``exclude`` has the forms of target_modules. Raises
     TargetError if an item of ``exclude`` matches nothing, or nothing is left.
@@ -275,7 +275,7 @@ def pattern_value(pattern: Optional[Mapping[str, Value]], path: str, default: Va
 
 
 def kind_of_path(path: str) -> str:
-    """Returns what cells of all layers have in common: the path behind the layer's number."""
+    """Returns the part of a path that the cells of all layers share: the path behind the layer's number."""
     layer = _LAYER.match(path)
     return layer[3] if layer else path
 
@@ -284,7 +284,7 @@ def patterns_of(values: Mapping[str, Hashed]) -> Dict[str, Tuple[str, ...]]:
     """Returns expression -> the paths that it names, for each kind of cells and each value that some of them have.
 
     Args:
-        values (mapping): Path of each adapted cell of a network -> what is to be set for it.
+        values (mapping): Path of each adapted cell of a network -> its value.
     """
     by_value: Dict[Tuple[str, Hashed], List[str]] = {}
     kinds: Dict[str, List[str]] = {}

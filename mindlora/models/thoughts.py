@@ -1,4 +1,4 @@
-"""How families of models mark what they think before they answer."""
+"""How families of models mark the thoughts before their answers."""
 
 import dataclasses
 from typing import Optional
@@ -6,7 +6,7 @@ from typing import Optional
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What a family of models writes before and behind a thought."""
+    """The marks that a family of models writes before and behind a thought."""
 
     begin: str
     end: str
@@ -17,12 +17,12 @@ FAMILIES = (Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"))
 
 
 def marks_of(template: str) -> Optional[Marks]:
-    """Returns how a model marks thoughts, by its chat template; None if that knows none."""
+    """Returns the marks of thoughts in a model's chat template, or None if it has none."""
     return next((marks for marks in FAMILIES if marks.end in template), None)
 
 
 def behind_thought(text: str) -> str:
-    """Returns what an answer says behind its thought: all of it where it has none, nothing where it has not ended."""
+    """Returns the answer behind its thought: all of a text without one, nothing while the thought has not ended."""
     for marks in FAMILIES:
         thought, end, answer = text.partition(marks.end)
         if end:

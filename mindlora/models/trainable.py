@@ -1,4 +1,4 @@
-"""What a configuration selects, freezes and refuses of a network, from a description of it.
+"""Selects and freezes the parameters of a network by its description and a configuration, or refuses.
 
 apply_lora and freeze_base describe a network, mindlora plan a YAML, and both ask here.
 """
@@ -17,7 +17,7 @@ from mindlora.models.description import AdaptableCell, Description
 from mindlora.models.lora_config import NF4, LoraConfig
 from mindlora.models.variants.variant import HEADS
 
-# What a text-to-image pipeline in one cell is made of, and which parts of it an adapter never changes.
+# The parts of a text-to-image pipeline in one cell, and those of them that an adapter never changes.
 
 # Names of a pipeline's parts, as in diffusers.
 DENOISERS = ("unet", "transformer")
@@ -27,18 +27,18 @@ NEVER_ADAPTED = ("vae", "image_encoder", "safety_checker")
 
 
 def check_parts(paths: Sequence[str], all_paths: Sequence[str], patterns: object, field: str) -> None:
-    """Checks that a configuration changes only those parts of a text-to-image pipeline that it should.
+    """Checks that a configuration changes only the parts of a text-to-image pipeline that it may change.
 
     A pipeline is a cell with a denoiser (``unet`` or ``transformer``) beside other parts of these names: ``vae``,
     ``image_encoder``, ``safety_checker``, which are never changed, and ``text_encoder`` (``text_encoder_2`` ...), which
-    is changed only if ``patterns`` contains its name. Other networks are not concerned.
+    is changed only if ``patterns`` contains its name. Other networks pass.
 
     Args:
         paths (sequence of str): Full paths of the cells or parameters that would be adapted or trained.
         all_paths (sequence of str): Full paths of all cells or parameters of the network.
-        patterns (str or list of str): What selected ``paths``, in ``field``, such as target_modules.
+        patterns (str or list of str): The patterns of ``field``, such as target_modules, that selected ``paths``.
 
-    Raises TargetError if a part would be changed that must not be.
+    Raises TargetError if the configuration would change a part that must stay as it is.
     """
     asked = TEXT_ENCODER in str(patterns)
     touched: Dict[str, List[str]] = {}
@@ -84,15 +84,15 @@ def _name(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What a configuration selects of a network.
+    """The cells and parameters of a network that a configuration selects.
 
     Attributes:
         cells (dict): Path -> AdaptableCell of the cells that get an adapter.
         saved (tuple of str): The parameters of modules_to_save.
         quantized (tuple of str): Paths of the cells whose weights quantize_base makes 4-bit.
         parts (dict): Prefix of each of ``cells`` -> part -> its shape.
-        shared (dict): Part -> shape of what all of them share: VeRA's projection.
-        trainable (int): Elements of the parts and of the saved modules that train, before any are frozen.
+        shared (dict): Part -> shape of the tensors that all cells share: VeRA's projection.
+        trainable (int): Elements of the trainable parts and saved modules, before any are frozen.
     """
 
     cells: Mapping[str, AdaptableCell]
@@ -104,13 +104,13 @@ class Selection:
 
 
 def select(network: Description, config: LoraConfig, warn: bool = True) -> Selection:
-    """Returns what ``config`` selects of a network without adapters.
+    """Returns the Selection that ``config`` makes in a network without adapters.
 
     With ``warn``, alternatives of a regex that match nothing give a warning.
 
     Raises:
-        TargetError: A field selects nothing, names something that is not there, or something that the configuration
-            does two things with.
+        TargetError: A field selects nothing, names something that does not exist, or something that the configuration
+            uses twice.
         UnsupportedCellError: Selected cells carry no such adapter, or cannot be quantized; all of them are listed.
         ConfigError: rank_pattern or alpha_pattern names single experts, or the initializer does not take a rank.
     """
@@ -136,14 +136,14 @@ def select(network: Description, config: LoraConfig, warn: bool = True) -> Selec
 def freeze(
     trained: Mapping[str, bool], quantized: Collection[str], config: Optional[LoraConfig] = None
 ) -> Dict[str, bool]:
-    """Carries out freeze_include and freeze_exclude, and returns which parameters train in the end.
+    """Applies freeze_include and freeze_exclude, and returns which parameters train.
 
-    A parameter that matches both is treated as if it matched neither. What a router counts never trains; the bias by
-    which it balances its experts does if freeze_exclude names it.
+    A parameter that matches both is treated as if it matched neither. A router's counts never train; the bias by
+    which it balances its experts trains if freeze_exclude names it.
 
     Args:
         trained (dict): Name of each parameter -> whether it is an adapter's or a saved module's, and trains.
-        quantized (collection of str): Those of them that hold 4-bit values.
+        quantized (collection of str): The parameters that hold 4-bit values.
 
     Raises:
         TargetError: A pattern matches no parameter, freeze_exclude one of a part that stays as it is, nothing is left
@@ -229,7 +229,7 @@ def _saved_parameters(network: Description, config: LoraConfig, adapted: Mapping
                 "Keep each in one of the two: a module either trains itself or gets an adapter."
             )
         _check_not_joined(module, matched)
-        # What a router counts from step to step belongs to no module.
+        # A router's counts belong to no module.
         saved += [name for name in matched if not names.is_computed(name)]
     check_parts(saved, list(network.parameters), config.modules_to_save, "modules_to_save")
     # Two of the modules may be one, by its names in two worlds.

@@ -29,8 +29,8 @@ class Weight:
         path (str): Path of its cell; empty for VeRA's shared projection.
         part (str): "weight", "bias", "A", "B", ...
         dtype (str): "float32", "float16", "bfloat16" or "uint8".
-        count (int): How many elements it counts as: the codes of a weight in few bits count as that weight, their
-            scales as nothing.
+        count (int): Number of elements that it counts as: the codes of a quantized weight count as the weight, their
+            scales as 0.
         trained (bool): Whether it gets a gradient.
         adapter (bool): Whether it belongs to the adapter.
     """
@@ -51,7 +51,7 @@ class Weight:
 
     @property
     def role(self) -> str:
-        """What its cell is, as the last part of the path of the legacy Llama's."""
+        """The name of its cell in the legacy Llama, the last part of the path."""
         return names.role_of(self.path)
 
     @property
@@ -71,9 +71,9 @@ def weights_of(
     selection: Optional[Selection],
     held: Mapping[str, IntegerForm] = MappingProxyType({}),
 ) -> List[Weight]:
-    """Returns all parameters of a network in training, the adapter's included; without ``config``, all of it trains.
+    """Returns all parameters of a network in training, including the adapter's; without ``config``, everything trains.
 
-    ``held`` says of weights, by name, how they are held in integers.
+    ``held`` maps weights' names to the form of weights in integers.
     """
     base = []
     for name, (shape, dtype) in network.parameters.items():
@@ -99,7 +99,7 @@ def weights_of(
 
 
 def _packed(weight: Weight, layout: Layout, tensor_name: Callable[[str, str], str]) -> Iterator[Weight]:
-    """Yields the tensors that hold a weight in few bits."""
+    """Yields the tensors that hold a quantized weight."""
     for field, (shape, dtype) in layout.items():
         count = weight.count if field == "codes" else 0
         yield Weight(weight.path, tensor_name(weight.part, field), shape, dtype_name(dtype), count)

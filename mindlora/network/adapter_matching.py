@@ -1,4 +1,4 @@
-"""Matches an adapter to the cells of a network: what mindlora.files.adapters.matching cannot tell without the cells."""
+"""Matches an adapter to the cells of a network: the part of matching that needs the cells themselves."""
 
 from typing import Dict, List, NamedTuple, Optional
 
@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 _NO_ROWS = _Rows()
 _MCORE = "mindformers.parallel_core."
-# Its cells with the rows of linear_qkv or linear_fc1 one part after the other, as a YAML can ask for.
+# Cells with the rows of linear_qkv or linear_fc1 one part after the other, which a YAML can request.
 _LAYOUTS: Dict[str, RowLayout] = {
     "SelfAttentionContiguous": QueryKeyValueInTurn(),
     "MLP": PartAfterPart(),
@@ -50,9 +50,9 @@ _SCALE_TOLERANCE = 1e-12
 
 
 class NetworkCells(matching.Cells):
-    """Cells of a network, by its own adapter path: either all of them have an adapter, or none has.
+    """Cells of a network, by the network's own adapter paths: either all of them have an adapter, or none has.
 
-    Those with an adapter must all have a pair, and of the same variant.
+    All cells with an adapter must have a pair, of the same variant.
     """
 
     def __init__(self, network: nn.Cell, cells: Dict[str, nn.Cell]):
@@ -116,7 +116,7 @@ def check_rank_and_scale(adapter: Adapter, cells: Dict[str, LoRACell], source: s
 
 
 def check_invocation(adapter: Adapter, cells: Dict[str, LoRACell], source: str) -> None:
-    """Raises AdapterError if an adapter acts from other tokens on than the cells of a network were built with."""
+    """Raises AdapterError if an adapter's invocation tokens differ from those of the network's cells."""
     built = next(iter(cells.values())).invocation_tokens
     trained = adapter.invocation_tokens
     if trained != built:
@@ -129,7 +129,7 @@ def check_invocation(adapter: Adapter, cells: Dict[str, LoRACell], source: str) 
 
 
 def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellShape]:
-    """Returns what matching needs to know about cells that have an adapter or can take one, by adapter path."""
+    """Returns the properties for matching of cells that have an adapter or can take one, by adapter path."""
     rows = _rows(network)
     linear = adaptable_linear_types()
     names_in_file = _own_names(network, cells)
@@ -146,7 +146,7 @@ def cell_shapes(network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, CellSh
 
 
 def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> None:
-    """Gives the pairs Hugging Face's cells: those of joined cells that it lacks are split, by the network's head sizes.
+    """Converts pairs to Hugging Face's cells: splits those of joined cells that it lacks, by the network's head sizes.
 
     ``adapter`` is changed in place; ``cells`` is adapter path -> cell.
     """
@@ -164,7 +164,7 @@ def split_joined(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
 
 
 def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) -> Dict[str, List[str]]:
-    """Returns what PEFT calls target_modules, and target_parameters if weights of experts are adapted.
+    """Returns PEFT's target_modules, and target_parameters if weights of experts are adapted.
 
     Each holds leaf names, or full paths if cells of the same leaf are not adapted. ``adapter`` has gone through
     split_joined; ``cells`` is adapter path -> cell with an adapter.
@@ -196,12 +196,12 @@ def selection_of(adapter: Adapter, network: nn.Cell, cells: Dict[str, nn.Cell]) 
 
 
 def _own_names(network, cells) -> Dict[str, str]:
-    """Returns adapter path -> the path that adapters have the cell under."""
+    """Returns adapter path in the network -> the cell's path in adapters."""
     return names.canonical(cells, among=[path for path, _ in network.cells_and_names()])
 
 
 def _rows(network) -> Dict[int, _Rows]:
-    """Returns id of a cell -> what tells the rows of a joined cell apart, from the cell that it belongs to."""
+    """Returns id of a cell -> the sizes that separate a joined cell's rows, taken from its parent."""
     found = {id(network): _NO_ROWS}
     for _, parent in network.cells_and_names():
         kv_heads = getattr(parent, "n_kv_head", None) or getattr(parent, "kv_num_heads", None)
@@ -216,5 +216,5 @@ def _rows(network) -> Dict[int, _Rows]:
 
 
 def _only(wrong, paths, field) -> str:
-    """Returns the cells that a message is about as text, or nothing if it is about all of them."""
+    """Returns the cells that a message concerns as text, or "" if it concerns all of them."""
     return "" if len(wrong) == len(paths) else f" ({field}) for {listed(wrong)}"

@@ -35,7 +35,7 @@ logger = logging.getLogger("mindlora")
 
 @dataclasses.dataclass(frozen=True)
 class LoraReport:
-    """What apply_lora did.
+    """The result of apply_lora.
 
     Attributes:
         replaced (tuple of str): Paths of the cells that became LoRADense.
@@ -52,7 +52,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
     """Replaces the linear cells that ``config`` selects by LoRADense, in place; freezes nothing (see freeze_base).
 
     With quantize_base nf4, all linear cells except output heads, and the stacked weights of routed experts, become
-    4-bit first, whether they are selected or not. With as_stored, hold_base has been called before.
+    4-bit first, whether they are selected or not. With as_stored, hold_base must have been called.
 
     Args:
         network (nn.Cell): Any network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells.
@@ -63,7 +63,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
 
     Raises:
         LoraError: The network holds LoRADense cells already, or with as_stored no weight in integers.
-        TargetError: target_modules selects nothing, names something that is not there, or selects cells of a
+        TargetError: target_modules selects nothing, names something that does not exist, or selects cells of a
             text-to-image pipeline that stay as they are (see mindlora.models.trainable).
         UnsupportedCellError: Selected cells cannot carry LoRA; all of them are listed and nothing is replaced.
         QuantizationError: The base cannot be quantized.
@@ -98,7 +98,7 @@ def apply_lora(network: nn.Cell, config: LoraConfig) -> LoraReport:
 
 
 def put_lora(tree: Tree, cells: Dict[str, nn.Cell], config_of: Callable[[str], LoraConfig]) -> Dict[str, LoRACell]:
-    """Replaces cells of a network by cells with an adapter, which it returns; both are by adapter path.
+    """Replaces cells of a network, given by adapter path, by cells with an adapter, and returns these by path.
 
     ``config_of`` returns the configuration for a path. Raises UnsupportedCellError if cells cannot carry LoRA; all of
     them are listed and nothing is replaced.
@@ -124,7 +124,7 @@ def put_lora(tree: Tree, cells: Dict[str, nn.Cell], config_of: Callable[[str], L
     replace_in(tree.modules.values(), replacements)
     renew_recomputed_parameters(tree.modules.values())
     logger.info("LoRA put on %d cells: %s.", len(cells), listed(cells))
-    # Some kinds of cells have one path only, and no choice.
+    # Some kinds of cells compute in only one way.
     choices = Counter(made.choice for made in adapted.values() if hasattr(made, "choice"))
     for choice, count in choices.items():
         logger.info("Path of lora_delta for %d cells: %s, %s.", count, choice.path, choice.reason)

@@ -1,4 +1,4 @@
-"""The fingerprint of the base weights under the adapters of a network."""
+"""Fingerprints of the base weights under the adapters of a network."""
 
 from types import MappingProxyType
 from typing import Callable, Container, Dict, Iterable, Mapping, NamedTuple, Optional, Tuple
@@ -23,10 +23,10 @@ from mindlora.network.tree import lora_cells, weight_of
 def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optional[dict]:
     """Returns the fingerprint of the weights under a network's adapters, as they were before initialize_adapters.
 
-    It has "shapes", a hash of the paths and shapes of all adapted weights but those at the paths ``left_out``, and
-    "values", a hash of up to 1024 elements of each of up to 8 weights (of the codes, if weights are quantized); of
-    weights in float their "dtype" and hashes of the same elements rounded to "float16" and "bfloat16"; of quantized
-    ones "quantization", "nf4", "int4", "int8" or "loftq". It is None while MindSpore has not allocated the weights yet.
+    It has "shapes", a hash of the paths and shapes of all adapted weights except those at ``left_out``, and
+    "values", a hash of up to 1024 elements of each of up to 8 weights (of the codes, if weights are quantized); for
+    weights in float their "dtype" and hashes of the same elements rounded to "float16" and "bfloat16"; for quantized
+    ones "quantization", "nf4", "int4", "int8" or "loftq". It is None until MindSpore has allocated the weights.
     """
     cells = dict(lora_cells(network))
     for cell in cells.values():
@@ -36,7 +36,7 @@ def base_fingerprint(network: nn.Cell, left_out: Container[str] = ()) -> Optiona
 
 
 def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
-    """Returns the fingerprint of the weights of cells as they are now, in the form of base_fingerprint."""
+    """Returns the fingerprint of the current weights of cells, in the form of base_fingerprint."""
     if any(weight_of(cell).has_init for cell in cells.values()):
         return None
     return _described(
@@ -47,9 +47,9 @@ def fingerprint_of(cells: Dict[str, nn.Cell]) -> Optional[dict]:
 
 
 def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Optional[dict]]:
-    """Returns a function that gives fingerprint_of for some of the cells, whose weights have values, as they are now.
+    """Returns a function that gives fingerprint_of for some of the cells, whose weights have values, as of this call.
 
-    It holds samples of all weights, so that it asks nothing of MindSpore: any thread may call it.
+    It holds samples of all weights and does not call MindSpore, so any thread may call it.
     """
     shapes = {path: weight_shape(cell) for path, cell in cells.items()}
     samples = {path: sampled_elements(to_array(weight_of(cell))) for path, cell in cells.items()}
@@ -67,7 +67,7 @@ def fingerprints_of(cells: Dict[str, nn.Cell]) -> Callable[[Iterable[str]], Opti
 
 
 class Packed(NamedTuple):
-    """A quantized weight: its form ("nf4", "int4" or "int8") and the shape of W, [experts * in, out] of experts."""
+    """A quantized weight: its form ("nf4", "int4" or "int8") and the shape of W, [experts * in, out] for experts."""
 
     form: str
     shape: Tuple[int, int]
@@ -79,16 +79,17 @@ def joined_fingerprints_of(
     layouts: Mapping[str, RowLayout],
     packed: Mapping[str, Packed] = MappingProxyType({}),
 ) -> Callable[[Iterable[str]], Optional[dict]]:
-    """As fingerprints_of, of the cells that MindFormers' mcore models have in the place of Hugging Face's.
+    """As fingerprints_of, for the cells of MindFormers' mcore models that replace Hugging Face's.
 
-    Adapters are trained on those.
+    Adapters are trained on these cells.
 
     Args:
-        weights (mapping): Adapter path -> weight [out, in] in float, all parts of each joined cell among them; or
-            [experts, out, in] of stacked experts. Of quantized weights, the codes.
+        weights (mapping): Adapter path -> weight [out, in] in float, including all parts of each joined cell; or
+            [experts, out, in] for stacked experts. For quantized weights, the codes.
         kv_heads (int): Key-value heads.
-        layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where it is not the record's.
-        packed (mapping): Adapter path -> Packed, of the quantized weights.
+        layouts (mapping): Name of a joined cell in mcore -> the order of its rows, where that differs from its
+            record's.
+        packed (mapping): Adapter path -> Packed, for the quantized weights.
     """
     trained = {path: mcore_path(path) for path in weights}
     forms = {trained[path]: weight.form for path, weight in packed.items()}
@@ -117,7 +118,7 @@ def joined_fingerprints_of(
 
 
 def _described(shapes, samples, forms):
-    """Returns a fingerprint, and in it how the weights are quantized, if they are."""
+    """Returns a fingerprint, with the form of quantized weights in it."""
     fingerprint = fingerprint_from(shapes, samples)
     kinds = forms - {None}
     if kinds:
@@ -126,7 +127,7 @@ def _described(shapes, samples, forms):
 
 
 def weight_shape(cell: nn.Cell) -> Tuple[int, ...]:
-    """Returns the shape that a file of mcore has of a cell's weight; of a quantized one, W's and not the codes'."""
+    """Returns the shape of a cell's weight in a file of mcore; for a quantized one, W's and not the codes'."""
     if getattr(cell, "quantization", None) or hasattr(cell, "experts"):
         return matrix_shape(cell)
     return tuple(weight_of(cell).shape)

@@ -1,4 +1,4 @@
-"""EVA: A begins with the strongest directions of what each cell reads, and ranks go where they explain the most."""
+"""EVA: A begins with the principal directions of each cell's input, and ranks go where they explain the most."""
 
 import contextlib
 import dataclasses
@@ -28,9 +28,9 @@ from mindlora.network.registry import describe
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import Tree, replace_children
 
-# Tokens [B, S], and whether each of them counts.
+# Tokens [B, S], and which of them count.
 Batch = Tuple[np.ndarray, np.ndarray]
-# Paths of cells that share an input -> that input, float32 [tokens, in].
+# Paths of cells with the same input -> that input, float32 [tokens, in].
 Rows = Dict[Tuple[str, ...], np.ndarray]
 # Runs the network on tokens, int32 [B, S], and returns the rows of those that count, bool [B, S].
 Read = Callable[[np.ndarray, np.ndarray], Rows]
@@ -38,14 +38,14 @@ Read = Callable[[np.ndarray, np.ndarray], Rows]
 
 @dataclasses.dataclass(frozen=True)
 class EvaResult:
-    """What eva_adapter found.
+    """The result of eva_adapter.
 
     Attributes:
-        adapter (Adapter): A of each cell that has a rank, [rank, in]; B is zero. The pair of a joined cell is there as
-            pairs of its parts, which share A, as in a PEFT folder.
-        ranks (dict): Path -> rank of each selected cell, 0 for those that get no adapter.
+        adapter (Adapter): A of each cell that has a rank, [rank, in]; B is zero. The pair of a joined cell is split
+            into pairs of its parts, which share A, as in a PEFT folder.
+        ranks (dict): Path -> rank of each selected cell, 0 for cells that get no adapter.
         keys (dict): Fields of LoraConfig with which a network gets cells of these ranks.
-        batches (int): How many batches were read.
+        batches (int): Number of batches that were read.
         unsettled (tuple of str): Paths of cells whose directions still changed by more than tau at the end.
     """
 
@@ -69,15 +69,15 @@ def eva_adapter(
         network (nn.Cell): A network without adapters, its base loaded; called with tokens [B, S], int32. It is run in
             PyNative mode, one of MindFormers' mcore models as a graph, and not changed.
         batches (iterable of (tokens, counted)): int32 [B, S] and bool [B, S], the tokens whose inputs count. Reading
-            ends once all components are settled, or with the last batch. An mcore model takes no larger one than the
+            ends once all components are settled, or with the last batch. An mcore model takes no batch larger than the
             first.
         config (LoraConfig): A plain LoRA on linear cells.
-        rho (float): The most ranks of a cell, in multiples of its rank; at least 1. Default: 2.0.
-        tau (float): The cosine between a component and the same one a batch before, from which on it is settled.
+        rho (float): The largest rank of a cell as a multiple of its configured rank; at least 1. Default: 2.0.
+        tau (float): The cosine of a component with itself one batch earlier from which on it counts as settled.
             Default: 0.99.
 
     Raises:
-        ConfigError: ``config`` asks for another variant or initializer, or rho or tau is out of range.
+        ConfigError: ``config`` selects another variant or initializer, or rho or tau is out of range.
         UnsupportedCellError: A selected cell is not linear.
         DataError: No more tokens counted than one cell has components.
 
@@ -129,7 +129,7 @@ def _check_linear(selected: Mapping[str, AdaptableCell]) -> None:
 
 
 class _Search:
-    """The components of all inputs so far, and the ranks that follow from them."""
+    """The components of all inputs so far, and the resulting ranks."""
 
     def __init__(self, most: Mapping[str, int], budget: int, tau: float):
         self._most = most
@@ -140,7 +140,7 @@ class _Search:
         self._similarities: Dict[Tuple[str, ...], np.ndarray] = {}
 
     def update(self, inputs: Mapping[Tuple[str, ...], np.ndarray]) -> None:
-        """Takes in what cells read, where their components are not settled yet."""
+        """Adds the inputs of cells whose components are not settled yet."""
         unsettled = set(self.unsettled())
         for paths, rows in inputs.items():
             if paths in self._components and unsettled.isdisjoint(paths):
@@ -182,7 +182,7 @@ class _Search:
         return changing
 
     def too_few(self) -> List[str]:
-        """Returns the paths of cells for which fewer tokens counted than they have components."""
+        """Returns the paths of cells with fewer counted tokens than components."""
         empty = []
         for paths, components in self._components.items():
             if components.components is None:
@@ -223,7 +223,7 @@ def _result(
 
 
 def _keys(config: LoraConfig, adapter: Adapter, ranks: Mapping[str, int]) -> Dict[str, Any]:
-    """Returns the fields of LoraConfig by which each cell gets its rank and scale, and those of rank 0 no adapter."""
+    """Returns the fields of LoraConfig that give each cell its rank and scale, and cells of rank 0 no adapter."""
     adapted = {path: rank for path, rank in ranks.items() if rank}
     rank_pattern = {pattern: ranks[paths[0]] for pattern, paths in patterns_of(adapted).items()}
     alpha_pattern = {pattern: adapter.alphas[paths[0]] for pattern, paths in patterns_of(adapter.alphas).items()}
@@ -241,9 +241,9 @@ def _keys(config: LoraConfig, adapter: Adapter, ranks: Mapping[str, int]) -> Dic
 
 @contextlib.contextmanager
 def reading(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
-    """Lets the inputs of linear cells of a network, by path, be read as long as the context lasts.
+    """Makes the inputs of a network's linear cells, by path, readable within the context.
 
-    MindFormers' mcore models run as a graph, which no hook sees into; other networks run in PyNative mode.
+    MindFormers' mcore models run as a graph, where hooks do not run; other networks run in PyNative mode.
 
     Yields:
         Read. Batches have the same S; those after the first have at most its B.
@@ -294,7 +294,7 @@ def _hooked(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[Read]:
 
 
 class _Keeper(nn.Cell):
-    """A linear cell of an mcore model that keeps what it reads.
+    """A linear cell of an mcore model that keeps its input.
 
     Args:
         cell (nn.Cell): The cell; its parameters keep their names.
@@ -305,7 +305,7 @@ class _Keeper(nn.Cell):
         - **weight** (Tensor) - The embedding's table, which a tied output layer is handed. Default: None.
 
     Outputs:
-        What the cell returns.
+        The output of the cell.
     """
 
     def __init__(self, cell: nn.Cell, path: str, tokens: int):
@@ -334,7 +334,7 @@ def _kept_in_graph(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> Iterator[R
             size = len(tokens)
             keepers.update({path: _Keeper(cell, path, tokens.size) for path, cell in cells.items()})
             replace_children(network, {id(cells[path]): keeper for path, keeper in keepers.items()})
-        # A graph, and what it writes to, has one size: a smaller batch gets rows that do not count.
+        # A graph and its output have a fixed size: a smaller batch is padded with rows that do not count.
         missing = ((0, size - len(tokens)), (0, 0))
         network(Tensor(np.pad(tokens, missing, mode="edge")))
         # The cells of mcore models get the first token of all rows, then the second.

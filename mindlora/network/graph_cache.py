@@ -1,8 +1,8 @@
 """Compiled graphs on disk: the second start of a command takes them from there instead of compiling them again.
 
-MindSpore's own compile cache numbers the graphs of a process and reads the number that comes next, whatever that graph
-was when it was written. Here each graph has a key of its content, the same in any process, and MindSpore is shown one
-graph at a time, under the number that it is about to ask for.
+MindSpore's own compile cache numbers the graphs of a process and reads the next number, whatever graph
+was written under it. Here each graph has a key computed from its content, the same in any process, and MindSpore is
+shown one graph at a time, under the number that it is about to read.
 """
 
 import atexit
@@ -34,14 +34,14 @@ from mindlora.core.atomic import replace_file
 
 logger = logging.getLogger("mindlora")
 VARIABLE = "MINDLORA_GRAPH_CACHE"
-# MindSpore reads these whenever it compiles.
+# Settings that MindSpore reads whenever it compiles.
 _SWITCH, _PLACE = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"
 _HASH = "compile_dependency.hash"
-# Bytes of graphs in the user's own folder, beyond which those that were used longest ago go.
+# Limit in bytes of the user's own folder, beyond which the least recently used graphs are deleted.
 HOME_BYTES = 256 * 2**20
-# MindSpore's log levels, one for each part of its libraries, and the part that reads graphs.
+# MindSpore's log levels, one per part of its libraries, and the part that reads graphs.
 _LOG_LEVELS, _CORE, _NOTHING = "_ZN9mindspore25g_ms_submodule_log_levelsE", 1, 5
-# What MindSpore notes in every cell: numbers of this process, and what it found out while it compiled.
+# Attributes that MindSpore sets in every cell: numbers of this process, and results of compiling.
 _BOOKKEEPING = {
     *("_create_time", "_id", "_compile_cache", "_phase_cache", "_compile_phase", "compile_phase"),
     *("_compiled", "current_phase", "arguments_key", "_exist_objs", "_exist_names", "_init_flag"),
@@ -50,16 +50,16 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
-# A class lists in it the attributes that change while it trains and that no graph reads: no key depends on them.
+# A class lists here attributes that change in training and that no graph reads: keys do not depend on them.
 UNREAD = "UNREAD_BY_GRAPHS"
 _SETTINGS = ("mode", "device_target", "jit_level", "jit_config", "jit_syntax_level", "deterministic", "max_call_depth")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, np.generic, np.dtype)
-# Packages whose version, or whose files in the key, say what their functions are.
+# Packages whose functions a version, or a digest of files in the key, identifies.
 _KNOWN_BY_NAME = ("mindspore", "numpy", "builtins", *getattr(sys, "stdlib_module_names", ()))
 
 
 class CompiledOnce(nn.Cell):
-    """A cell whose compiled graphs are kept where MINDLORA_GRAPH_CACHE says."""
+    """A cell whose compiled graphs are kept in the folder MINDLORA_GRAPH_CACHE."""
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the cell, or takes its graph from the cache; MindSpore calls this before every step."""
@@ -76,20 +76,39 @@ def home_folder() -> pathlib.Path:
     return pathlib.Path(caches) / "mindlora" / "graphs"
 
 
-def graph_cache() -> Optional["GraphCache"]:
-    """Returns this process's cache of graphs; None where the variable MINDLORA_GRAPH_CACHE names no folder.
+def keep_in_home(say: Callable[[str], None], way_out: str) -> None:
+    """Keeps compiled graphs in the user's cache folder, unless MINDLORA_GRAPH_CACHE is set or this device keeps none.
 
-    Only graphs of one process on a CPU are kept: graphs of several hold the groups in which these communicate.
+    ``say`` gets a line if the folder is new, with ``way_out``, which keeps none, or if the folder cannot be made.
     """
+    if VARIABLE in os.environ or not _can_keep():
+        return
+    folder = home_folder()
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        say(f"compiled graphs are not kept for later starts: {error}. Set XDG_CACHE_HOME to a folder to write to.")
+        return
+    os.environ[VARIABLE] = str(folder)
+    if is_new:
+        say(f"compiled graphs are kept in {folder} for later starts ({way_out} keeps none)")
+
+
+def graph_cache() -> Optional["GraphCache"]:
+    """Returns this process's cache of graphs; None where the variable MINDLORA_GRAPH_CACHE names no folder."""
     folder = os.environ.get(VARIABLE)
-    if not folder or ms.get_context("device_target") != "CPU" or ms.get_auto_parallel_context("device_num") > 1:
-        return None
-    return _cache_in(folder, os.getpid())
+    return _cache_in(folder, os.getpid()) if folder and _can_keep() else None
+
+
+def _can_keep() -> bool:
+    """Returns whether graphs can be kept: only on a CPU, and of single processes, as others hold their groups."""
+    return ms.get_context("device_target") == "CPU" and ms.get_auto_parallel_context("device_num") <= 1
 
 
 @functools.lru_cache(maxsize=None)
 def _cache_in(folder: str, process: int) -> Optional["GraphCache"]:
-    """Returns the cache of a process; a process that was forked has its own."""
+    """Returns the cache of a process; a forked process has its own."""
     if os.environ.get(_SWITCH) == "1":
         logger.warning("%s has no effect while %s is 1. Unset one of them.", VARIABLE, _SWITCH)
         return None
@@ -108,9 +127,9 @@ class GraphCache:
     """A folder of compiled graphs, used by one process.
 
     Args:
-        folder (Path): The folder, made where it is missing; processes can share it. Each graph is a file in it, called
-            by its key. Any of them may be deleted at any time.
-        limit (int): Bytes of its files, beyond which those that were used longest ago are deleted. Default: None, all
+        folder (Path): The folder, created if it is missing; processes can share it. Each graph is a file in it, named
+            by its key. Any file may be deleted at any time.
+        limit (int): Bytes of its files, beyond which the least recently used are deleted. Default: None, all
             are kept.
     """
 
@@ -126,22 +145,22 @@ class GraphCache:
         self._depends_on = self._own / "nothing.py"
         content = b"# Graphs depend on no file: their keys say what they depend on.\n"
         self._depends_on.write_bytes(content)
-        # MindSpore reads graphs where it finds the hash of the files that they depend on. After one that is missing it
-        # reads no more. So it is shown a file in any case, but in an empty folder, where its errors would help nobody.
+        # MindSpore reads graphs if it finds the hash of the files that they depend on. After a missing one it
+        # reads no more. So it is always shown a file, but in an empty folder, where its errors would help nobody.
         self._reads = any(folder.glob("*.mindir"))
         if self._reads:
             of_files = hashlib.sha256(content).hexdigest()
             (self._place / _HASH).write_text(hashlib.sha256(of_files.encode()).hexdigest())
         self._number = 0
         self._asked: Optional[Tuple[nn.Cell, Tuple[Any, ...]]] = None
-        # Where the graph that is being compiled is kept, and when the file that MindSpore is shown was written.
+        # The path of the graph that is being compiled, and the time of the file that MindSpore is shown.
         self._kept: Optional[pathlib.Path] = None
         self._shown_at: Optional[int] = None
-        # MindSpore calls it when a graph is about to be compiled indeed.
+        # MindSpore calls it right before it compiles a graph.
         _cell_graph_executor._set_compile_cache_dep_files = self._before_compiling
 
     def compile(self, cell: nn.Cell, arguments: Tuple[Any, ...], compile_cell: Callable[[], None]) -> None:
-        """Calls ``compile_cell``, which compiles a cell for some arguments or finds that it was, by the cache."""
+        """Calls ``compile_cell``, which compiles a cell for some arguments or reuses its graph, with the cache."""
         self._asked = cell, arguments
         try:
             with self._levels_kept():
@@ -156,7 +175,7 @@ class GraphCache:
             self._asked = self._kept = self._shown_at = None
 
     def _before_compiling(self, phase: str) -> None:
-        """Shows MindSpore the graph that it is to compile, if there is one, and lets it write the graph if not."""
+        """Shows MindSpore the cached graph, if there is one, and otherwise lets it write the graph."""
         if self._asked is None:
             return
         try:
@@ -175,7 +194,7 @@ class GraphCache:
         _cell_graph_executor._graph_executor.set_compile_cache_dep_files([str(self._depends_on)])
 
     def _show(self, kept: pathlib.Path) -> None:
-        """Writes the file that MindSpore reads: a copy, as it writes over one that it cannot read."""
+        """Writes the file that MindSpore reads: a copy, since MindSpore overwrites a file that it cannot read."""
         try:
             shutil.copyfile(kept, self._file())
         except FileNotFoundError:
@@ -185,13 +204,13 @@ class GraphCache:
                 # MindSpore would log errors about the empty file.
                 self._log_levels[_CORE] = _NOTHING
         with contextlib.suppress(OSError):
-            # When it was used last, unless it is missing or another user's.
+            # Marks the time of use, unless the file is missing or another user's.
             os.utime(kept)
         self._shown_at = self._file().stat().st_mtime_ns
 
     @contextlib.contextmanager
     def _levels_kept(self):
-        """Gives MindSpore its log levels back."""
+        """Restores MindSpore's log levels on leaving."""
         before = None if self._log_levels is None else self._log_levels[_CORE]
         try:
             yield
@@ -200,7 +219,7 @@ class GraphCache:
                 self._log_levels[_CORE] = before
 
     def _after_compiling(self, kept: pathlib.Path) -> None:
-        """Keeps the graph that was compiled, unless it is the one that MindSpore was shown."""
+        """Keeps the compiled graph, unless MindSpore was shown it."""
         file = self._file()
         if file.exists() and file.stat().st_mtime_ns != self._shown_at:
             try:
@@ -228,7 +247,7 @@ class GraphCache:
 
 
 def _log_levels() -> Any:
-    """Returns MindSpore's log levels, an array that it reads; None where its library has none of that name."""
+    """Returns MindSpore's array of log levels; None if its library has none of that name."""
     library = os.path.join(os.path.dirname(ms.__file__), "lib", "libmindspore_core.so")
     with contextlib.suppress(OSError, ValueError):
         return (ctypes.c_int * (_CORE + 1)).in_dll(ctypes.CDLL(library), _LOG_LEVELS)
@@ -236,23 +255,23 @@ def _log_levels() -> Any:
 
 
 class NoKeyError(Exception):
-    """A cell holds something that no key can stand for; the message says what, and where."""
+    """A cell holds an object that a key cannot represent; the message names it and its place."""
 
 
 def graph_key(cell: nn.Cell, arguments: Tuple[Any, ...]) -> str:
-    """Returns the key of the graph that a cell has for some arguments: 64 hexadecimal digits.
+    """Returns the key of a cell's graph for some arguments: 64 hexadecimal digits.
 
-    It holds all that a graph may depend on: of the cell and all that it reaches, the classes with their functions, the
-    attributes and the constants, and names, shapes and dtypes of parameters, whose values are in no graph; shapes and
-    dtypes of the arguments; MindSpore's settings, the variables of the environment that it reads, and what is
-    installed, mindlora and MindFormers by their files.
+    It covers everything that a graph may depend on: for the cell and all objects that it reaches, classes with their
+    functions, attributes and constants, and names, shapes and dtypes of parameters, whose values are in no graph;
+    shapes and dtypes of the arguments; MindSpore's settings and environment variables, and the installed packages,
+    mindlora and MindFormers by their files.
 
     Args:
         cell (nn.Cell): The cell that is to be compiled.
-        arguments (tuple): What its ``construct`` is called with; of keywords a pair each, name and value.
+        arguments (tuple): The arguments of its ``construct``; keywords as pairs (name, value).
 
     Raises:
-        NoKeyError: The cell holds something whose content cannot be seen, such as a lock.
+        NoKeyError: The cell holds an object whose content is hidden, such as a lock.
     """
     digest = hashlib.sha256()
     walk = _Walk(digest.update)
@@ -263,12 +282,12 @@ def graph_key(cell: nn.Cell, arguments: Tuple[Any, ...]) -> str:
 
 
 class _Walk:
-    """Writes down what is reached from an object, each thing once; numbers stand for what was written before."""
+    """Writes down everything reachable from an object, once; numbers stand for objects written before."""
 
     def __init__(self, write: Callable[[bytes], None]):
         self._write = write
         self._numbers: Dict[int, int] = {}
-        # What has a number stays alive, so that no other object gets its id.
+        # Numbered objects stay alive, so that no other object gets their id.
         self._numbered: List[Any] = []
 
     def add(self, value: Any, where: str) -> None:
@@ -285,7 +304,7 @@ class _Walk:
             self._add_new(value, where)
 
     def add_arguments(self, arguments: Any) -> None:
-        """Writes down what a graph knows of its arguments: of tensors the shape and the dtype."""
+        """Writes down a graph's view of its arguments: the shape and dtype of tensors."""
         for argument in arguments:
             if isinstance(argument, ms.Tensor):
                 self._token("argument", f"{type(argument).__name__} {argument.shape} {argument.dtype}")
@@ -301,7 +320,7 @@ class _Walk:
             self._token("parameter", f"{value.name} {value.shape} {value.dtype} {flags}")
         elif isinstance(value, ms.Tensor):
             self._token("tensor", f"{value.shape} {value.dtype}")
-            # Those of Cell.set_inputs have dimensions of any size, -1 or -2, and no content.
+            # Tensors of Cell.set_inputs have dimensions of any size, -1 or -2, and no content.
             if min(value.shape, default=0) >= 0:
                 array = value.astype(ms.float32) if value.dtype == ms.bfloat16 else value
                 self._write(array.asnumpy().tobytes())
@@ -348,7 +367,7 @@ class _Walk:
             unread = ("dataset_config",)
         attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
-            # What is lazy is None until somebody asks for it, and empty then.
+            # Lazy attributes are None until they are read, and empty then.
             attributes = {
                 name: item
                 for name, item in attributes.items()
@@ -357,7 +376,7 @@ class _Walk:
         self._items("attributes", attributes.items(), where)
 
     def _class(self, value: type, where: str) -> None:
-        """Writes down a class as it is now: some process may have given it another function."""
+        """Writes down the current state of a class: a process may have replaced a function in it."""
         self._token("class", _name(value))
         if _is_released(value):
             return
@@ -413,7 +432,7 @@ def _is_released(value: Any) -> bool:
 
 
 def _surroundings() -> Dict[str, Any]:
-    """Returns what a graph may depend on beside the cell."""
+    """Returns the settings and versions on which a graph may depend besides the cell."""
     return {
         "versions": {name: importlib.metadata.version(name) for name in ("mindspore", "numpy")},
         "python": sys.version,
@@ -444,7 +463,7 @@ def _files() -> str:
 
 
 def _other_modules() -> List[Tuple[str, str]]:
-    """Returns name and digest of each loaded module that is not installed: a user's own cells, and what they use."""
+    """Returns name and digest of each loaded module that is not installed: a user's own cells and their imports."""
     files = {name: getattr(module, "__file__", None) for name, module in sorted(sys.modules.items())}
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*places, str(pathlib.Path(__file__).parents[1])]

@@ -19,7 +19,7 @@ logger = logging.getLogger("mindlora")
 
 
 def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
-    """Replaces the linear cells of ``network`` by IntegerDense where a checkpoint has their weights in integers.
+    """Replaces each linear cell of ``network`` whose weight a checkpoint has in integers by IntegerDense.
 
     load_base then fills them with the file's own bits. Float weights are discarded. Apply LoRA afterwards.
 

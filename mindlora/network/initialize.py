@@ -1,8 +1,8 @@
-"""Initializations that are computed from a network's base: carrying them out, saving and loading such adapters.
+"""Initializations that are computed from a network's base: applies them, saves and loads such adapters.
 
-With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W' is a
+With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: a pair trained on W' is a
 plain LoRA of twice the rank on W. save_lora writes that LoRA, and load_lora takes it apart again for a network that was
-built with the same lora_init. MiCA leaves the base as it is, and what it trains is a plain LoRA already.
+built with the same lora_init. MiCA leaves the base unchanged and trains a plain LoRA.
 """
 
 import logging
@@ -29,12 +29,12 @@ logger = logging.getLogger("mindlora")
 
 
 def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
-    """Carries out lora_init "pissa", "pissa_niter_N", "olora" and "mica": computes A and B from W.
+    """Applies lora_init "pissa", "pissa_niter_N", "olora" and "mica": computes A and B from W.
 
-    All but mica, whose A is zero, also set W to W - scale B A. Call it after the base's weights are loaded and before
-    training. Cells that are initialized already, or loaded from an adapter, stay as they are, so a second call does
-    nothing. A network with another lora_init needs no call. Under MindFormers, LoraCheckpoint and LoraInitialization
-    call it.
+    All except mica, whose A is zero, also set W to W - scale B A. Call it after the base's weights are loaded and
+    before training. Cells that are already initialized, or loaded from an adapter, stay as they are, so a second call
+    does nothing. A network with another lora_init needs no call. Under MindFormers, LoraCheckpoint and
+    LoraInitialization call it.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
@@ -44,8 +44,8 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
     Raises:
         LoraError: The network holds no LoRADense cell; a weight has no values yet, is shared with another cell, is not
-            a float or holds NaN; or there is a trained adapter already, whose B is not zero (or, with mica, not made of
-            orthonormal columns).
+            a float or holds NaN; or the cell has a trained adapter, whose B is not zero (or, with mica, does not
+            consist of orthonormal columns).
         ConfigError: lora_rank is larger than a side of a weight.
 
     Source: Meng et al., PiSSA, 2024; Buyukakyuz, OLoRA, 2024; Rüdiger and Raschka, MiCA, 2026.
@@ -79,7 +79,7 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
         for part, array in zip("AB", initializers.of_base(cell.lora_init, weight, cell.lora_rank, cell.scale)):
             cell.load_part(part, array)
         if initializers.changes_base(cell.lora_init):
-            # A and B as rounded to the dtypes of their parameters, so that W' + scale B A is W.
+            # A and B rounded to the dtypes of their parameters, so that W' + scale B A is W.
             _subtract(cell, InitialPair(*(to_array(cell.parts()[part]).copy() for part in "AB"), fingerprint))
         if cell.training:
             cell.prepare()
@@ -88,10 +88,10 @@ def initialize_adapters(network: nn.Cell) -> Tuple[str, ...]:
 
 
 def append_initial_pairs(adapter: Adapter, cells: Dict[str, LoRACell]) -> None:
-    """Turns an adapter for the changed base, as a network has it, into a plain LoRA for the original base, in place.
+    """Turns a network's adapter for the changed base into a plain LoRA for the original base, in place.
 
     For the pairs of the cells, by path, A becomes [A; A0] and B [B, -B0], at the same scale. Raises LoraError if an
-    initialization has not been carried out.
+    initialization has not been applied.
     """
     waiting = [path for path, cell in cells.items() if cell.awaits_initialization]
     if waiting:
@@ -126,7 +126,7 @@ def base_weights(adapter: Adapter, cells: Dict[str, nn.Cell], source: str) -> Ca
 
 
 def _unusable(cell) -> Tuple[str, str]:
-    """Returns why initial pairs cannot be computed from a cell's weight, and what to do; empty if they can."""
+    """Returns why initial pairs cannot be computed from a cell's weight, and what to do; "" if they can."""
     weight = weight_of_cell(cell)
     if getattr(cell, "initial_pair", None):
         return "has been changed by initialize_adapters", "Load the adapter before."
@@ -197,7 +197,7 @@ def subtract_initial_pairs(network: nn.Cell, adapter: Adapter, pairs: Dict[str, 
 
 
 def check_frozen(adapter: Adapter, cells: Dict[str, LoRACell], source: str) -> None:
-    """Raises LoraError if cells whose B does not train would get one that no initialization has made.
+    """Raises LoraError if cells whose B does not train would get a B that no initialization computed.
 
     ``adapter`` is matched to the network, and ``cells`` is path -> cell.
     """
@@ -236,7 +236,7 @@ def _content(initial_pair) -> Tuple[bytes, bytes]:
 
 
 def _check_weights(network, cells):
-    """Raises LoraError if the weight of one of ``cells`` cannot be read, or where lora_init changes it, not changed."""
+    """Raises LoraError if the weight of one of ``cells`` cannot be read, or cannot be changed as lora_init needs."""
     for path, cell in cells.items():
         if tuple(cell.weight.shape) != (cell.out_channels, cell.in_channels):
             raise LoraError(
@@ -254,7 +254,7 @@ def _check_weights(network, cells):
 
 
 def check_weights(network: nn.Cell, cells: Dict[str, LoRACell], error: Type[LoraError], step: str, advice: str) -> None:
-    """Raises ``error`` if a step would change a weight without values, in an unsupported dtype, or of another cell too.
+    """Raises ``error`` if a step would change a weight without values, of an unsupported dtype, or shared by cells.
 
     ``cells`` is path -> cell whose weight changes; ``advice`` says what to do about a weight that another cell shares.
     """

@@ -1,10 +1,10 @@
-"""aLoRA: which tokens of a batch adapters act on, found where tokens are embedded and read by the cells behind.
+"""aLoRA: finds, at the embedding, the tokens of a batch on which adapters act, and passes them to the cells behind.
 
-A network hands a linear cell vectors, which do not tell what tokens they are of. So a cell around the input embedding
+A linear cell gets vectors, which do not show their tokens. So a cell around the input embedding
 finds the invocation tokens and writes for each token whether the adapters act on it, into one parameter that the linear
-cells read. It is written whenever the network runs, in the same graph: in each micro-batch, in evaluation, and while
-texts are written. As it describes one batch and is not state of the run, MindSpore is not told of it: it is neither
-counted nor saved, and no checkpoint is expected to hold it.
+cells read. It is written whenever the network runs, in the same graph: in each micro-batch, in evaluation, and in
+generation. As it describes one batch and is not state of the run, it is hidden from MindSpore: it is neither
+counted nor saved, and no checkpoint needs to hold it.
 """
 
 from typing import Dict, Mapping, Optional, Sequence
@@ -19,11 +19,11 @@ from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.embedding import AroundEmbedding, only_embedding, parallel_embedding_types
 from mindlora.network.cells.linear_base import pynative_linear_types
 
-# The examples of packed rows: which one each token belongs to.
+# The examples of packed rows, and each token's example.
 
 
 def segment_numbers(tokens: Tensor, boundary: int) -> Tensor:
-    """Returns for each token the number of its example within the row, from 1: int32 [rows, N], as ``tokens``.
+    """Returns the number, from 1, of each token's example within the row: int32 [rows, N], like ``tokens``.
 
     Each example begins with the token ``boundary``: ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``.
     """
@@ -31,7 +31,7 @@ def segment_numbers(tokens: Tensor, boundary: int) -> Tensor:
     return ops.CumSum()((tokens == boundary).astype(mstype.int32), 1)
 
 
-# The most tokens of a batch: a parameter has one size for all graphs, and this is a megabyte.
+# The largest number of tokens in a batch: a parameter has one size for all graphs, and this is a megabyte.
 CAPACITY = 2**18
 FIELD = "alora_invocation_tokens"
 
@@ -47,9 +47,9 @@ def _tokens_left(tokens):
 
 
 class InvocationMask(nn.Cell):
-    r"""y[b, i] = 1 if i >= s_b, else 0, where s_b is where the invocation tokens begin for the last time in row b.
+    r"""y[b, i] = 1 if i >= s_b, else 0, where s_b is the last place in row b at which the invocation tokens begin.
 
-    A row without them is 0 throughout, as in PEFT. In packed rows, each example has an s of its own, and none if the
+    A row without them is 0 throughout, as in PEFT. In packed rows, each example has its own s, and none if the
     tokens are not in it.
 
     Args:
@@ -84,7 +84,7 @@ class InvocationMask(nn.Cell):
         if self.boundary is not None:
             segments = segment_numbers(ids, self.boundary)
             found = ops.logical_and(found, segments[:, :starts] == segments[:, length - starts :])
-        # Numbers of positions from 1, and 0 for none; float32, whose largest value a CPU finds too.
+        # Positions from 1, and 0 for none; float32, for which a CPU has a maximum too.
         positions = self.count(ops.ones((1, length), mstype.float32), 1)
         ends = ops.zeros((ids.shape[0], length - starts), mstype.float32)
         candidates = ops.concat((found.astype(mstype.float32), ends), 1) * positions
@@ -97,19 +97,19 @@ class InvocationMask(nn.Cell):
 
 
 class InvocationMarker(AroundEmbedding):
-    """An input embedding that also tells the linear cells behind it which tokens adapters act on (InvocationMask).
+    """An input embedding that also tells the linear cells behind it the tokens on which adapters act (InvocationMask).
 
     Args:
         embedding (nn.Cell): The embedding.
         invocation (sequence of int): The invocation tokens.
-        active (Parameter): float32 [CAPACITY]; the tokens are its first elements, as the linear cells get them: one row
+        active (Parameter): float32 [CAPACITY]; its first elements are the tokens in the linear cells' order: one row
             after the other, or in an mcore model the first token of all rows, then the second.
 
     Inputs:
         - **ids** (Tensor) - int32 or int64 [rows, N].
 
     Outputs:
-        Tensor, that of the embedding.
+        Tensor, the embedding's output.
     """
 
     def __init__(self, embedding: nn.Cell, invocation: Sequence[int], active: Parameter):
@@ -130,9 +130,9 @@ class InvocationMarker(AroundEmbedding):
 
 
 class InvocationHook:
-    """What InvocationMarker does, as a hook before a PyNative model's embedding, which MindFormers finds by its class.
+    """InvocationMarker as a hook before a PyNative model's embedding, which MindFormers finds by its class.
 
-    The linear cells of such a model get its tokens in the order [N, rows].
+    The linear cells of such a model get tokens in the order [N, rows].
 
     Args:
         invocation (sequence of int): The invocation tokens.
@@ -150,11 +150,11 @@ class InvocationHook:
 
 
 def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[int, nn.Cell]:
-    """Lets the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
+    """Makes the new ``cells`` with adapters, by path, act from their invocation tokens on, if they have any.
 
-    Returns what is to be replaced for that: id of the network's input embedding -> InvocationMarker, or nothing.
+    Returns the cells to replace: id of the network's input embedding -> InvocationMarker, or an empty dict.
 
-    Raises UnsupportedCellError if the network has not one input embedding.
+    Raises UnsupportedCellError unless the network has exactly one input embedding.
     """
     invocations = {cell.invocation_tokens for cell in cells.values()} - {()}
     if not invocations:
@@ -172,7 +172,7 @@ def invocation_marker(network: nn.Cell, cells: Mapping[str, LoRACell]) -> Dict[i
 
 
 def pack_invocations(network: nn.Cell, boundary: int) -> None:
-    """Tells a network that the rows which it gets are packed: each example begins with the token ``boundary``."""
+    """Makes a network treat its rows as packed: each example begins with the token ``boundary``."""
     for _, cell in network.cells_and_names():
         marker = cell if isinstance(cell, InvocationMarker) else getattr(cell, "invocation_hook", None)
         if marker is not None:

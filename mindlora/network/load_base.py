@@ -1,4 +1,4 @@
-"""load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses one that lacks any."""
+"""load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses incomplete checkpoints."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ from mindlora.network.tensors import as_tensor
 from mindlora.network.tree import lora_cells, saved_module_parameters
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
-# What a network for serving has besides the base's weights.
+# Parameters of a network for serving besides the base's weights.
 CACHES = (".key_cache", ".value_cache")
 _ZEROS = tensor_name("", "zeros")
 _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
@@ -34,25 +34,25 @@ _OF_GROUPS = tuple(TENSOR_NAMES[field] for field in ("scales", "offsets"))
 def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
     """Fills the parameters of a network from a checkpoint of its base.
 
-    One tensor at a time is read and takes the parameter's dtype, so that the host holds one copy of the base and one
-    tensor more. Parameters of adapters, caches, saved modules that have values already, and a classifier's head that
-    the checkpoint lacks stay as they are.
+    One tensor at a time is read and cast to the parameter's dtype, so that the host holds one copy of the base and one
+    tensor more. Parameters of adapters, caches, saved modules that already have values, and a classifier's head that
+    the checkpoint lacks are unchanged.
 
     Args:
         network (nn.Cell): A model of MindFormers, its linear cells quantized if the checkpoint's are; or a
             network whose ``parameter_names`` are "hf", Hugging Face's. Best built under
-            mindspore.nn.utils.no_init_parameters, so that no value is drawn which is replaced here.
-        path (str): A file or folder with names of MindFormers or Hugging Face.
-        mapped (bool): Whether parameters that a safetensors file holds as they are stay in it, on a CPU: their pages
-            come into memory when they are used, and processes share them. What is written to a parameter stays in this
-            process. The file must not be written to as long as the network is used. Default: False.
+            mindspore.nn.utils.no_init_parameters, so that no values are drawn only to be replaced here.
+        path (str): A file or folder with MindFormers' or Hugging Face's names.
+        mapped (bool): Whether parameters that need no conversion stay in their safetensors file, on a CPU: their pages
+            come into memory when they are used, and processes share them. Writes to a parameter stay in this
+            process. The file must not be written to while the network is used. Default: False.
 
     Returns:
-        list of str, what users should know: which weights were quantized in the file, and what holds them now.
+        list of str, notes for users: which weights were quantized in the file, and what holds them now.
 
     Raises:
-        ConfigError: There is no path, or nothing is there.
-        CheckpointError: The file cannot be read, or lacks parameters, or one has another shape or kind of dtype.
+        ConfigError: The path is empty or does not exist.
+        CheckpointError: The file cannot be read or lacks parameters, or one has another shape or kind of dtype.
     """
     if not path:
         raise ConfigError(
@@ -83,7 +83,7 @@ def load_base(network: nn.Cell, path: str, mapped: bool = False) -> List[str]:
 
 
 def held_forms(network: nn.Cell, path: str) -> Dict[str, IntegerForm]:
-    """Returns name of a parameter -> how it is held in its own bits, of the quantized weights of a checkpoint.
+    """Returns parameter name -> form of the quantized weights of a checkpoint that are held in their own bits.
 
     Args:
         network (nn.Cell): A model of MindFormers in float, or one under Hugging Face's names, as for load_base.
@@ -94,14 +94,14 @@ def held_forms(network: nn.Cell, path: str) -> Dict[str, IntegerForm]:
     parameters = _parameters_of_base(network)
     with BaseCheckpoint(path, decode_to=np.dtype(np.float32)) as base:
         forms = held_tensors(base, functools.partial(_tensors_for, network, parameters)).forms
-    # Parts of a joined weight are in no network that has the joined one.
+    # A network with a joined weight does not have its parts.
     return {name: form for name, form in forms.items() if name in parameters}
 
 
 def _read(
     network: nn.Cell, parameters: Dict[str, Parameter], base: BaseCheckpoint
 ) -> Tuple[Dict[str, OutputTensor], BaseCheckpoint]:
-    """Returns the tensors for a network, in their own bits where it holds weights so, and what they are read of."""
+    """Returns the tensors for a network, in their own bits where it holds weights so, and their checkpoint."""
     if not any(name.endswith(_ZEROS) for name in parameters):
         return _tensors_for(network, parameters, base), base
     held = held_tensors(base, functools.partial(_tensors_for, network, parameters))
@@ -109,7 +109,7 @@ def _read(
 
 
 def _dtypes_of_linear(filled: Dict[str, Parameter], architecture: Architecture) -> str:
-    """Returns the dtype of the weights of linear cells, or the dtypes if they differ."""
+    """Returns the dtype of the weights of linear cells, or their dtypes if they differ."""
     tables = [table(world) for table in (architecture.embedding_table, architecture.head_weight) for world in WORLDS]
     weights = [parameter for name, parameter in filled.items() if parameter.ndim > 1 and name not in tables]
     return " and ".join(sorted({str(parameter.dtype).lower() for parameter in weights}))
@@ -154,7 +154,7 @@ def _tensors_for(network: nn.Cell, parameters: Dict[str, Parameter], base: BaseC
 def _check_biases(network: nn.Cell, others: Set[str], path: str) -> None:
     """Raises CheckpointError if a network under Hugging Face's names has no place for biases of the checkpoint.
 
-    Whether an mcore model has them is a key of its YAML, whose default is not that of every checkpoint.
+    A key of the YAML decides whether an mcore model has them; its default does not suit every checkpoint.
     """
     biases = sorted(name for name in others if name.endswith("_proj.bias"))
     if getattr(network, "parameter_names", LEGACY) == HF and biases:
@@ -184,7 +184,7 @@ def _fill(parameter: Parameter, tensor: OutputTensor) -> None:
 
 
 def _has_smaller_groups(parameter: Parameter, tensor: OutputTensor) -> bool:
-    """Whether they are the scales or offsets of a 4-bit weight that was taken out of a joined one."""
+    """Returns whether these are scales or offsets of a 4-bit weight that was taken out of a joined one."""
     return parameter.name.endswith(_OF_GROUPS) and len(tensor.shape) == 1 and tensor.shape[0] > parameter.shape[0]
 
 

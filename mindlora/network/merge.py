@@ -1,4 +1,4 @@
-"""merge_lora, unmerge_lora, merge_and_unload: folding adapters into the base, verified, and taking them out again."""
+"""merge_lora, unmerge_lora, merge_and_unload: fold adapters into the base, verified, and take them out again."""
 
 import dataclasses
 import logging
@@ -22,7 +22,7 @@ from mindlora.network.registry import kind_of
 from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells, replace_children
 
-# A cell with an adapter on a 4-bit weight, of whatever kind: its weight in float, and a sample of it.
+# A cell with an adapter on a 4-bit weight of any kind: its weight in float, and a sample of it.
 
 
 def in_float(cell: LoRACell) -> LoRACell:
@@ -39,7 +39,7 @@ def in_float(cell: LoRACell) -> LoRACell:
 
 
 def sample(cell: LoRACell, rows: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns the first ``rows`` rows of a quantized W and of what the adapter adds to them, float32 [rows, ...]."""
+    """Returns the first ``rows`` rows of a quantized W and of its update, float32 [rows, ...]."""
     weight = first_rows(cell, rows)
     # One pair of matrices, or one for each expert.
     left, right = (half.reshape(-1, *half.shape[-2:]) for half in cell.layout.factors(*cell.pair()))
@@ -54,18 +54,18 @@ def sample(cell: LoRACell, rows: int) -> Tuple[np.ndarray, np.ndarray]:
 
 logger = logging.getLogger("mindlora")
 
-# The sample that tells how much quantizing merged weights again would change them.
+# The sample that shows how much quantizing merged weights again would change them.
 _SAMPLED_CELLS, _SAMPLED_ROWS = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeReport:
-    """What merge_lora did; str() gives it as text.
+    """The result of merge_lora; str() gives it as text.
 
     Attributes:
         merged (tuple of str): Paths of the cells whose adapters are in the base now.
         cell (str): Path of the cell whose result on a random probe changed most.
-        difference (float): By how much, in the largest element.
+        difference (float): The largest element of that change.
         bound (float): How much rounding can change that element.
         before_merge_bytes (int): Size of the weights before the merge, which unmerge_lora needs, on the host.
         output_difference (float): Largest change of the network's output on the given probe, or None without one.
@@ -107,31 +107,31 @@ class MergeReport:
 def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
     """Folds the adapter into the base: W' = round(W + scale B A), for each LoRADense, in place and verified.
 
-    The sum is formed in float32, whatever the dtypes of W, A and B, and rounded once, to the dtype of W. Copies of W
+    The sum is formed in float32, for any dtypes of W, A and B, and rounded once, to the dtype of W. Copies of W
     and B stay on the host for unmerge_lora. B is zero while merged, so that graphs compiled before stay correct.
 
     With DoRA, W' = round(g (W + scale B A)) with g = m / ||W + scale B A|| for each row; the magnitude m is copied too.
 
-    For each cell, x W'^T is compared with what the cell computed before, for a few random rows x; the difference must
-    be no larger than rounding explains (see mindlora.core.numerics.folding.probe_weight). After any error, every weight
-    is byte for byte what it was.
+    For each cell, x W'^T is compared with the cell's output before the merge, for a few random rows x; the difference
+    must be no larger than rounding explains (see mindlora.core.numerics.folding.probe_weight). After any error, every
+    weight is restored byte for byte.
 
     Args:
         network (nn.Cell): A network with LoRADense cells, not in training mode. W is [out, in], A [r, in] and
             B [out, r], each float32, float16 or bfloat16.
-        *probe (Tensor): Inputs of the network, to compare its output (the first, if it has several) as well.
+        *probe (Tensor): Inputs of the network, with which its (first) output is compared as well.
 
     Returns:
         MergeReport.
 
     Raises:
         LoraError: The network holds no LoRADense cell.
-        MergeError: An adapter is merged already or in training mode; its weight is shared with another cell, has no
+        MergeError: An adapter is already merged or in training mode; its weight is shared with another cell, has no
             values yet or has another dtype; or a result differs by more than rounding explains.
 
     Note:
-        Merged cells must not train: set_train(True) raises. A gradient function made by hand (mindspore.value_and_grad)
-        sets no mode, so training with it goes unnoticed until unmerge_lora warns that B has changed.
+        Merged cells must not train: set_train(True) raises. A custom gradient function (mindspore.value_and_grad)
+        sets no mode, so such training goes unnoticed until unmerge_lora warns that B has changed.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, section 4.1.
     """
@@ -141,7 +141,7 @@ def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
     try:
         difference, bound, worst = max((*_merge_cell(path, cell), path) for path, cell in cells)
         checked = _compare_outputs(before, _output(network, probe), cells) if probe else (None, None)
-    except BaseException:  # An interrupt must not leave the network half merged either.
+    except BaseException:  # Even an interrupt must not leave the network half merged.
         _restore(cells)
         raise
     before_merge_bytes = sum(array.nbytes for _, cell in cells for array in cell.before_merge)
@@ -151,7 +151,7 @@ def merge_lora(network: nn.Cell, *probe: Tensor) -> MergeReport:
 
 
 def unmerge_lora(network: nn.Cell) -> None:
-    """Takes the adapter out of the base again: W and B are byte for byte what they were before merge_lora.
+    """Takes the adapter out of the base again: restores W and B byte for byte.
 
     Args:
         network (nn.Cell): A network on which merge_lora was called.
@@ -175,10 +175,10 @@ def unmerge_lora(network: nn.Cell) -> None:
 
 
 def merge_and_unload(network: nn.Cell, *probe: Tensor) -> MergeReport:
-    """Merges like merge_lora, then puts the plain cells back: the network is as before apply_lora, with W' for W.
+    """Merges like merge_lora, then restores the plain cells: the network is as before apply_lora, with W' for W.
 
-    Adapted cells of a quantized base first become float cells again, in the dtype they had before; quantized cells
-    without an adapter stay as they are.
+    Adapted cells of a quantized base first become float cells again, in their earlier dtype; quantized cells
+    without an adapter are unchanged.
 
     Args:
         network (nn.Cell): A network with LoRADense cells inside.
@@ -254,9 +254,9 @@ def _check_can_merge(network, cells):
 
 
 def requantization_error(*cells: LoRACell) -> Tuple[float, float]:
-    """Returns the root mean squares of two changes: by quantizing merged weights again, and by the adapter.
+    """Returns the root mean squares of two changes: from quantizing merged weights again, and from the adapter.
 
-    Both are over the first rows of up to 8 cells, evenly spread among the given ones.
+    Both cover the first rows of up to 8 cells, evenly spread among the given ones.
     """
     errors, changes = [], []
     for index in np.unique(np.linspace(0, len(cells) - 1, min(_SAMPLED_CELLS, len(cells))).round().astype(int)):
@@ -322,9 +322,9 @@ def _output(network, probe) -> np.ndarray:
 
 
 def _compare_outputs(before, after, cells) -> Tuple[float, float]:
-    """Returns the largest difference of the network's outputs and the largest that is allowed."""
+    """Returns the largest difference of the network's outputs, and the largest allowed one."""
     with np.errstate(invalid="ignore"):
-        # Infinities that mask something compare equal, although their difference is NaN.
+        # Equal infinities, as in masks, compare equal although their difference is NaN.
         difference = float(np.max(np.where(before == after, 0, np.abs(after - before)), initial=0))
     # The cells round independently of each other, so their errors grow with the square root of their number; the layers
     # between them amplify that, and the factor of 8 allows for it. The order of sums in a product can change an output

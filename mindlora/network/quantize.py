@@ -40,8 +40,8 @@ def quantize_base(network: nn.Cell, exclude: Patterns = None) -> Tuple[str, ...]
     Args:
         network (nn.Cell): A network of nn.Dense, mint.nn.Linear or MindFormers' Linear cells. If its weights have no
             values yet, afterwards load a checkpoint written by ``mindlora base quantize``.
-        exclude (str or list of str): Cells to leave as they are, besides output heads (lm_head), given in the same way
-            as target_modules (see LoraConfig). Default: None.
+        exclude (str or list of str): Cells to leave as they are, in addition to output heads (lm_head), given in the
+            same way as target_modules (see LoraConfig). Default: None.
 
     Returns:
         tuple of str, the paths of the cells that were quantized.
@@ -84,7 +84,7 @@ def _check_finite(cells: Dict[str, nn.Cell]) -> None:
 def _replace(
     tree: Tree, cells: Dict[str, nn.Cell], array_of: Optional[Callable[[str, nn.Cell], Optional[Nf4Array]]] = None
 ) -> None:
-    """Replaces cells by quantized ones; ``array_of`` returns a cell's weight, or None for what quantize makes of it."""
+    """Replaces cells by quantized ones; ``array_of`` returns a cell's quantized weight, or None to quantize it here."""
     quantized = {
         path: nf4_type_of(cell).from_dense(cell, adapter_path(cell, path), array_of and array_of(path, cell))
         for path, cell in cells.items()
@@ -100,9 +100,9 @@ def quantize_with_adapters(
 ) -> Dict[str, Dict[str, np.ndarray]]:
     """Quantizes the base before apply_lora puts adapters on it; returns LoftQ's prefix -> part -> initial value, or {}.
 
-    ``paths`` are those of what quantize_base of ``config`` quantizes, ``adapted`` path -> prefix of what gets adapters.
-    Raises QuantizationError if a weight holds NaN or infinity, and LoraError if LoftQ has no weights to start from;
-    after any error the network is unchanged.
+    ``paths`` are the cells that quantize_base quantizes, ``adapted`` maps path to prefix of the cells that get
+    adapters. Raises QuantizationError if a weight holds NaN or infinity, and LoraError if LoftQ has no weights to start
+    from; after any error the network is unchanged.
     """
     initial_parts: Dict[str, Dict[str, np.ndarray]] = {}
     cells = {path: tree.cells[path] for path in paths}
@@ -129,7 +129,7 @@ def quantize_with_adapters(
 
 
 def _loftq(cell, config) -> Tuple[Nf4Array, Dict[str, np.ndarray]]:
-    """Returns the quantized weight of a cell, and the A and B that make up for its quantization error."""
+    """Returns the quantized weight of a cell, and the A and B that compensate for its quantization error."""
     weight = as_float32(cell.weight).astype(np.float32, copy=False)
     iterations = initializers.loftq_iterations(config.lora_init)
     array, a, b = initializers.loftq(weight, config.lora_rank, quantize, dequantize, iterations, config.scale)

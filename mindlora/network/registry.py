@@ -1,4 +1,4 @@
-"""Which class of cell puts an adapter on a base cell, one line for each kind; the description of a network."""
+"""The classes of cells that put an adapter on a base cell, one line for each kind; the description of a network."""
 
 from typing import Dict, Mapping, Tuple, Type, Union
 
@@ -42,18 +42,18 @@ from mindlora.network.variants.vera import VeRADense
 
 # Variants on linear cells: nn.Dense, MindFormers' Linear and, by on_parallel_linear, those of its mcore models.
 LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense, MiSSDense)
-# The same on QuantizedDense.
+# Variants on QuantizedDense.
 QUANTIZED_VARIANTS = tuple(map(on_quantized, LINEAR_VARIANTS))
-# And on MindFormers' Linear of PyNative models.
+# Variants on MindFormers' Linear of PyNative models.
 PYNATIVE_VARIANTS = (DoRAPyNativeLinear, MiSSPyNativeLinear, VeRAPyNativeLinear, AdaLoRAPyNativeLinear)
-# kind_of picks the first one that can adapt the base cell and is of the variant that the configuration asks for.
+# kind_of picks the first one that can adapt the base cell and has the configured variant.
 KINDS = (
     *map(on_parallel_linear, LINEAR_VARIANTS),
     LoRAParallelLinear,  # linear cells of MindFormers' mcore models
     *(on_parallel_linear(kind, QuantizedParallelBase) for kind in QUANTIZED_VARIANTS),
     QLoRAParallelLinear,  # NF4ParallelLinear, IntegerParallelLinear
     *map(on_nf4, PYNATIVE_VARIANTS),
-    QLoRAPyNativeLinear,  # NF4PyNativeLinear, which is MindFormers' Linear too
+    QLoRAPyNativeLinear,  # NF4PyNativeLinear, also an instance of MindFormers' Linear
     *PYNATIVE_VARIANTS,
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
@@ -73,7 +73,7 @@ KINDS = (
 def kind_of(cell: nn.Cell, config: LoraConfig) -> Type[LoRACell]:
     """Returns the class whose from_cell puts the adapter that ``config`` describes on ``cell``, a cell of the base.
 
-    If no class can adapt the cell, or none provides that adapter for it, the check of the returned class raises the
+    If no class can adapt the cell, or none provides that adapter, the check of the returned class raises the
     reason.
     """
     kinds = [kind for kind in KINDS if isinstance(cell, kind.base_types())] or [LoRADense]
@@ -97,12 +97,12 @@ def adaptable_types() -> Tuple[type, ...]:
 
 
 def adaptable_linear_types() -> Tuple[type, ...]:
-    """Returns the classes of linear cells that can carry an adapter: those in float and NF4Dense."""
+    """Returns the classes of linear cells that can carry an adapter: cells in float, and NF4Dense."""
     return tuple({base: None for kind in KINDS if issubclass(kind, LoRADense) for base in kind.base_types()})
 
 
 def describe(tree: Tree, config: LoraConfig) -> Description:
-    """Returns the description of a network without adapters, whose cells may refuse what ``config`` asks for."""
+    """Returns the description of a network without adapters, with its cells' refusals of ``config``."""
     # MindSpore lists a cell with two parents only once; put_lora finds its other occurrences by identity.
     adaptable = {
         path: _described(cell, adapter_path(cell, path), config) for path, cell in without_adapter(tree.cells).items()
@@ -114,9 +114,9 @@ def describe(tree: Tree, config: LoraConfig) -> Description:
 
 
 def without_adapter(cells: Mapping[str, nn.Cell]) -> Dict[str, nn.Cell]:
-    """Returns those of the cells of a network, by path, that can take an adapter and have none."""
+    """Returns the cells of a network, by path, that can take an adapter and have none."""
     types = adaptable_types()
-    # Multi-token prediction has embeddings and heads that are handed the model's weights at each call.
+    # Multi-token prediction has embeddings and heads that get the model's weights at each call.
     return {
         path: cell for path, cell in cells.items() if path and isinstance(cell, types) and weight_of(cell) is not None
     }

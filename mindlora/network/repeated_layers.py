@@ -1,4 +1,4 @@
-"""Layers that are alike are compiled once, where MindSpore would compile each of them."""
+"""Compiles equal layers once, where MindSpore would compile each of them."""
 
 import types
 from typing import Any, List, Optional, Set, Tuple
@@ -7,18 +7,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-# What differs between cells that compute the same: when they were made, their children and parameters, which are
+# Attributes that differ between equal cells: their time of creation, their children and parameters, which are
 # compared by themselves, and MindFormers' number of a layer, which only its KV cache and its sharding read.
 _OF_ITS_OWN = {"_create_time", "layer_id"}
 
 
 def compile_layers_once(network: nn.Cell) -> None:
-    """Marks cells of a network's lists called layers that are alike, so that MindSpore's frontend compiles one of them.
+    """Marks equal cells in a network's lists called layers, so that MindSpore's frontend compiles one of them.
 
     This is what mindspore.lazy_inline with policy "front" does for cells whose class and arguments are equal. Here the
-    cells are compared as they are now, adapters included: those that differ in anything but the values of their
-    parameters are compiled by themselves. Only in graph mode on a CPU, where it was tested: MindFormers has a
-    lazy_inline of its own for pipelines on Ascend.
+    cells are compared in their current state, adapters included: those that differ in anything but the values of their
+    parameters are compiled separately. Only in graph mode on a CPU, where it was tested: MindFormers has its own
+    lazy_inline for pipelines on Ascend.
     """
     if ms.get_context("device_target") != "CPU" or ms.get_context("mode") != ms.GRAPH_MODE:
         return
@@ -43,7 +43,7 @@ def _mark(layers: List[nn.Cell], path: str) -> None:
 
 
 def mark_reference(network: nn.Cell) -> None:
-    """Tells layers of a reference, a copy of a marked network without its adapters, from those of the network."""
+    """Distinguishes the layers of a reference, a copy of a marked network without adapters, from the network's."""
     for _, cell in network.cells_and_names():
         mark = getattr(cell, "cell_init_args", "")
         if mark.startswith("lazy_inline_"):
@@ -51,7 +51,7 @@ def mark_reference(network: nn.Cell) -> None:
 
 
 def are_alike(first: Any, second: Any, compared: Optional[Set[Tuple[int, int]]] = None) -> bool:
-    """Returns whether two cells, or what they hold, would be the same graph, whatever values their parameters have."""
+    """Returns whether two cells, or their contents, would be the same graph, whatever their parameters' values."""
     compared = set() if compared is None else compared
     pair = (id(first), id(second))
     if first is second or pair in compared:

@@ -49,19 +49,19 @@ def save_lora(
     part: Optional[str] = None,
     values: Optional[Mapping[str, np.ndarray]] = None,
 ) -> None:
-    """Writes the adapter of ``network``, and nothing else of it, in one atomic step.
+    """Writes the adapter of ``network`` alone, in one atomic step.
 
     Args:
         network (nn.Cell): A network with LoRADense cells.
         path (str): Where to write: a folder with format "peft", "slora" or "diffusers", a .ckpt file with "ckpt", a
             .safetensors file with "mindformers" or "kohya". An adapter already there is replaced.
         format (str): "peft" for a folder with adapter_config.json and adapter_model.safetensors, which PEFT and vLLM
-            load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder that MindFormers
-            serves adapters from; "diffusers" for a folder with pytorch_lora_weights.safetensors and "kohya" for one
-            file, both for a UNet or a text encoder of Stable Diffusion. Default: "peft".
+            load; "ckpt" or "mindformers" for one file under MindFormers' names; "slora" for the folder from which
+            MindFormers serves adapters; "diffusers" for a folder with pytorch_lora_weights.safetensors and "kohya" for
+            one file, both for a UNet or a text encoder of Stable Diffusion. Default: "peft".
         base_model (str): Name or path of the base model, written into adapter_config.json. Default: None.
-        part (str): With "diffusers" and "kohya", which part of Stable Diffusion the network is: "unet", "text_encoder"
-            or "text_encoder_2". Default: None, as its paths say.
+        part (str): With "diffusers" and "kohya", the network's part of Stable Diffusion: "unet", "text_encoder"
+            or "text_encoder_2". Default: None, by its paths.
         values (mapping): As for ``adapter_of``. Default: None.
 
     Raises:
@@ -99,12 +99,12 @@ def save_lora(
 
 
 def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = None) -> Adapter:
-    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the base that was loaded.
+    """Returns the adapter of ``network`` as arrays in the dtypes of its parameters, for the loaded base.
 
     Its paths are the network's own. In a sharded run, ``values`` is name -> whole array for each parameter of which the
-    network has a slice; the adapter then has no fingerprint of the base, of which there are only slices too.
+    network has a slice; the adapter then has no fingerprint of the base, which is sliced as well.
 
-    Raises LoraError if the adapter is merged into the base, its initialization from the base has not been carried out,
+    Raises LoraError if the adapter is merged into the base, its initialization from the base has not been applied,
     or its cells differ in use_rslora.
     """
     cells = dict(lora_cells(network))
@@ -150,7 +150,7 @@ def adapter_of(network: nn.Cell, values: Optional[Mapping[str, np.ndarray]] = No
 
 
 def _saved_tensors(cells):
-    """Returns (path, part) -> array as a file holds them, and the cells without a rank, which it leaves out."""
+    """Returns (path, part) -> array as in a file, and the cells without a rank, which it leaves out."""
     saved = {path: cell.saved_parts() for path, cell in cells.items()}
     if not any(saved.values()):
         # AdaLoRA before its first step: all of it adds nothing yet.
@@ -184,7 +184,7 @@ def load_lora(
             "ignore". Default: "warn".
         allow_pickle (bool): Whether PEFT's older adapter_model.bin may be read: only its tensors are read, and none of
             its code is run. Default: False.
-        part (str): Which part of a Stable Diffusion adapter the network is: "unet", "text_encoder" or "text_encoder_2".
+        part (str): The network's part of a Stable Diffusion adapter: "unet", "text_encoder" or "text_encoder_2".
             Default: None, the only part in the file, or all of them for a network that has them under these names.
 
     Raises:
@@ -192,7 +192,7 @@ def load_lora(
         MissingTensorsError, UnexpectedTensorsError: With strict, the file and the network hold different tensors.
         RankMismatchError, ScaleMismatchError, ShapeMismatchError, NotFiniteError: A tensor cannot be used.
         BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
-        UnsupportedCellError: The adapter is for a cell that LoRA cannot be put on.
+        UnsupportedCellError: The adapter is for a cell that cannot carry LoRA.
         LoraError: The network is merged, on_base_mismatch is unknown, or an initialization needs weights that have no
             values yet.
     """
@@ -261,7 +261,7 @@ def _load_into_lora_cells(tree, adapter, source, strict, on_base_mismatch):
 
 
 def _load_with_new_cells(tree, adapter, source, strict, on_base_mismatch):
-    """Puts LoRADense cells on a network without any, as the adapter describes them, and loads it into them."""
+    """Puts the LoRADense cells that the adapter describes on a network without any, and loads it into them."""
     network = tree.network
     cells = {adapter_path(cell, name): cell for name, cell in without_adapter(tree.cells).items()}
     weight_of = initialize.base_weights(adapter, cells, source)
@@ -281,7 +281,7 @@ def _set_values(network, cells, adapter, saved_modules, initial_pairs):
         cells[path].load_part(part, to_float32(array))
     initialize.subtract_initial_pairs(network, adapter, initial_pairs)
     if (adapter.fingerprint or {}).get("quantization") == "loftq":
-        # Whatever is trained from here on is also for LoftQ's base only.
+        # Training from here on is also for LoftQ's base alone.
         for path in adapter.paths:
             cells[path].lora_init = "loftq" if cells[path].quantization else cells[path].lora_init
     for parameter, array in saved_modules:
@@ -290,7 +290,7 @@ def _set_values(network, cells, adapter, saved_modules, initial_pairs):
 
 
 def _config(adapter, path) -> LoraConfig:
-    """Returns the configuration of one cell of an adapter, in a dtype that holds every value of its parts."""
+    """Returns the configuration of one cell of an adapter, in a dtype that can hold all values of its parts."""
     # float32 holds float16 and bfloat16. float64 becomes float32 too: cells do not compute in it.
     dtypes = {dtype_name(array.dtype) for array in adapter.parts(path).values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
@@ -352,7 +352,7 @@ def _saved_module_parameters(adapter, source, network, cells, strict):
 
 
 def _no_place(cells, name, tied_heads) -> Tuple[str, str]:
-    """Returns the end of a sentence that says why a network has no such parameter, and what to do."""
+    """Returns the end of a sentence on why a network has no such parameter, and what to do."""
     joined = names.joined_path(name.rpartition(".")[0])
     if joined in map(names.to_mindformers, cells):
         return f": it is a part of {joined} there", "Build the model with qkv_concat: False."

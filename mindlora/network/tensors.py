@@ -21,7 +21,7 @@ def as_tensor(array: np.ndarray) -> ms.Tensor:
 
 
 def _for_mindspore(array):
-    # MindSpore has a bfloat16 of its own for NumPy, of the same bits.
+    # MindSpore has its own bfloat16 for NumPy, with the same bits.
     return array.view(np_dtype.bfloat16) if array.dtype == BFLOAT16 else array
 
 

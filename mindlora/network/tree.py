@@ -13,12 +13,12 @@ from mindlora.network.cells.routed_experts import RoutedExperts, cells_and_weigh
 
 
 class Tree:
-    """A network as one walk finds it, for what asks several things of it. After cells are replaced, it is another one.
+    """A network as found by one walk, for callers with several questions. It is outdated once cells are replaced.
 
     Attributes:
         network (nn.Cell): The network.
-        modules (dict): Path -> cell, as MindSpore lists them: a cell with two parents once.
-        cells (dict): The same, with the stacked weights of routed experts as cells of their own.
+        modules (dict): Path -> cell, in MindSpore's list: a cell with two parents appears once.
+        cells (dict): The same, with the stacked weights of routed experts as separate cells.
     """
 
     def __init__(self, network: nn.Cell):
@@ -27,7 +27,7 @@ class Tree:
         self.cells = cells_and_weights(self.modules)
 
     def parameters(self) -> List[Parameter]:
-        """Returns the parameters of all cells. They are not kept: quantizing frees them one by one."""
+        """Returns the parameters of all cells. The tree does not keep them, since quantizing frees them one by one."""
         found: Dict[int, Parameter] = {}
         for cell in self.modules.values():
             found.update({id(p): p for _, p in cell.parameters_and_names(expand=False) if id(p) not in found})
@@ -38,9 +38,9 @@ class Tree:
         return {cell.adapter_path: cell for cell in self.modules.values() if isinstance(cell, LoRACell)}
 
     def give_heads_their_tables(self) -> None:
-        """Lets tied output layers of mcore models take adapters: each gets the table of its embedding as its weight.
+        """Prepares tied output layers of mcore models for adapters: each gets the table of its embedding as its weight.
 
-        Such a layer has none, and is handed the table at each call (tie_word_embeddings: True).
+        Such a layer has no weight and gets the table at each call (tie_word_embeddings: True).
         """
         for model in self.modules.values():
             if not getattr(model, "share_embeddings_and_output_weights", False):
@@ -50,36 +50,36 @@ class Tree:
                 head.weight = model.embedding.word_embeddings.weight
 
 
-# Copies of the cells of a network that share its parameters, so that what they hold is in memory once.
+# Copies of the cells of a network that share its parameters, so that these are in memory once.
 
 
 def copy_cells(network: nn.Cell, own: Optional[Mapping[int, Parameter]] = None) -> Tuple[nn.Cell, Dict[int, Any]]:
-    """Returns a copy of all cells of ``network``, and {id of what was copied: its copy}.
+    """Returns a copy of all cells of ``network``, and {id of the original: its copy}.
 
-    The copy has the parameters of ``network``, or, where ``own`` is id of a parameter -> another one, that one.
+    The copy has the parameters of ``network``, except those that ``own`` (id -> parameter) replaces.
     """
     copies: Dict[int, Any] = {id(parameter): parameter for parameter in network.get_parameters()}
     copies.update(own or {})
     for _, cell in network.cells_and_names():
-        # MindSpore's for recompute() cannot be copied, and without a gradient it has nothing to do.
+        # MindSpore's hook for recompute() cannot be copied, and has no use without a gradient.
         recomputation = getattr(cell, "_recompute_cell", None)
         if recomputation is not None:
             copies[id(recomputation)] = None
         for value in vars(cell).values():
-            # Parameters among them are those that MindSpore is not told of (mindlora.network.invocation). The random
+            # Parameters among them are hidden from MindSpore (mindlora.network.invocation). The random
             # numbers of a dropout come from one source, which cannot be copied.
             if isinstance(value, (Tensor, Generator)):
                 copies.setdefault(id(value), value)
     copied = copy.deepcopy(network, copies)
     for _, cell in copied.cells_and_names():
         if isinstance(cell, RoutedExperts):
-            # MindSpore makes an operator's copy anew, of the method of the cell that was copied.
+            # MindSpore rebuilds an operator's copy from the method of the original cell.
             cell.make_morph()
     return copied, copies
 
 
 def weight_of(cell: nn.Cell) -> Optional[Parameter]:
-    """Returns the base's weight of a cell that carries an adapter or can carry one; None if it has none of its own."""
+    """Returns the base's weight of a cell that carries an adapter or can carry one; None if it has no own weight."""
     return next((getattr(cell, name) for name in WEIGHTS if hasattr(cell, name)), None)
 
 
@@ -88,7 +88,7 @@ def adapter_path(cell: nn.Cell, path: str) -> str:
     weight = weight_of(cell).name
     prefix, _, name = weight.rpartition(".")
     if name == path.rpartition(".")[2]:
-        # A stacked weight of experts is a cell for adapters alone, under the parameter's own name.
+        # A stacked weight of experts is a cell only for adapters, under the parameter's own name.
         prefix, name = weight, WEIGHTS[0]
     # MindFormers' mcore models leave the first part of the path, "model.", out of the names of their parameters.
     same = prefix == path or prefix.endswith("." + path) or ("." + path).endswith(".model." + prefix)
@@ -106,7 +106,7 @@ def refusal(check: Callable[..., None], *arguments: object) -> str:
 
 
 def refusals(reasons: Mapping[str, str]) -> List[str]:
-    """Returns "path: reason" for each cell that is refused, from path -> what ``refusal`` returned."""
+    """Returns "path: reason" for each refused cell, from path -> result of ``refusal``."""
     return [f"{path}: {reason}" for path, reason in reasons.items() if reason]
 
 
@@ -119,7 +119,7 @@ def replace_children(network: nn.Cell, replacements: Dict[int, nn.Cell]) -> None
 
 
 def replace_in(parents: Iterable[nn.Cell], replacements: Dict[int, nn.Cell]) -> None:
-    """Replaces cells wherever they are in these; as replace_children, of all cells of a network."""
+    """Replaces cells wherever they occur in ``modules``, all cells of a network; as replace_children."""
     # Straight into _cells: assigning an attribute would rename the parameters of the frozen base.
     for parent in parents:
         # A graph compiled before would still run the replaced cells.
@@ -135,9 +135,9 @@ def replace_in(parents: Iterable[nn.Cell], replacements: Dict[int, nn.Cell]) -> 
 
 
 def renew_recomputed_parameters(cells: Iterable[nn.Cell]) -> None:
-    """Tells those of all cells of a network that are recomputed in PyNative mode which of their parameters train now.
+    """Renews, for all cells of a network that are recomputed in PyNative mode, the list of their trainable parameters.
 
-    MindSpore lists them when ``recompute`` is called, and gives parameters that come later a gradient of zero.
+    MindSpore lists them when ``recompute`` is called, and gives later parameters a gradient of zero.
     """
     for cell in cells:
         recomputation = getattr(cell, "_recompute_cell", None)

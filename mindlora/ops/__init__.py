@@ -1,4 +1,4 @@
-"""The fused operators of LoRA. What each one means: ops/<operator>/README.md in the repository."""
+"""The fused operators of LoRA. ops/<operator>/README.md in the repository defines each."""
 
 from mindlora.core.numerics.nf4 import Nf4Array, dequantize, quantize
 from mindlora.ops.backend import BackendReport, Choice, backend_report

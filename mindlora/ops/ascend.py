@@ -1,12 +1,12 @@
-"""The Ascend C kernels: whether they can be used on this machine, and how MindSpore calls them.
+"""The Ascend C kernels: whether this machine can use them, and how MindSpore calls them.
 
 scripts/build_ascend.sh builds them into an operator package of CANN; docs/ascend/build.md says how. MindSpore looks for
 it where CANN does: in the folders of ASCEND_CUSTOM_OPP_PATH, then in the vendors' folder of CANN itself. The CPU
 library infers the shapes, so both devices reject the same shapes with the same message, and dynamic shapes work.
 
-PyNative calls them by a C++ module on MindSpore's AclnnOpRunner, or by ops.Custom without it. build_pynative.py builds
-the module. It fits the one version of MindSpore that it was built for. Graph mode has ops.Custom always;
-docs/ascend/calls.md compares the two.
+PyNative calls them through a C++ module on MindSpore's AclnnOpRunner, or through ops.Custom without it.
+build_pynative.py builds the module. It fits only the version of MindSpore for which it was built. Graph mode always
+uses ops.Custom; docs/ascend/calls.md compares the two.
 """
 
 import functools
@@ -24,7 +24,7 @@ from mindspore.ops import CustomRegOp, DataType
 
 from mindlora.ops import measured
 
-# The NPUs that the kernels are built for, as MindSpore and build_ascend.sh --soc name them: Atlas A2 and A3.
+# The NPUs of the kernels, by their names in MindSpore and build_ascend.sh --soc: Atlas A2 and A3.
 SOCS = ("ascend910b", "ascend910_93")
 # Where build_ascend.sh puts the package unless it is told otherwise.
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "vendors", "mindlora")
@@ -57,15 +57,15 @@ SIGNATURES = {
         "offsets": DataType.F32_Default,
     },
 }
-# The output as CANN has it, where it is not called y. MultiLoraSlotWrite has three more: pool, ranks and scales. They
+# CANN's name of the output, unless it is y. MultiLoraSlotWrite has three more: pool, ranks and scales. They
 # have the names of inputs, so CANN's call takes them once, and MindSpore does not see them.
 _OUTPUT_NAMES = {"MultiLoraSlotWrite": "written", "Nf4Dequantize": "w"}
-# The kernels whose output is not of dtype T.
+# The kernels whose output does not have dtype T.
 _OUTPUTS = {"MultiLoraSlotWrite": DataType.I32_Default}
 PYNATIVE_MODULE = "mindlora_pynative"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 PYNATIVE_PATH = os.path.join(_HERE, "lib", "ascend", f"mindspore-{ms.__version__}", f"{PYNATIVE_MODULE}.so")
-# pynative.cc is written to the headers of MindSpore from this version on.
+# The first version of MindSpore whose headers pynative.cc follows.
 _OLDEST = (2, 9)
 # kVersion in pynative.cc.
 _MODULE_VERSION = 1
@@ -119,7 +119,7 @@ def _operators(package, soc):
 
 
 def registration(op_type: str) -> dict:
-    """Returns what MindSpore needs to know about a kernel: its inputs, its output and their dtypes."""
+    """Returns a kernel's registration for MindSpore: its inputs, its output and their dtypes."""
     inputs = SIGNATURES[op_type]
     info = CustomRegOp(op_type)
     for i, name in enumerate(inputs):
@@ -134,8 +134,8 @@ class AscendKernel(ops.Custom):
     """A kernel of the operator package, wrapped as a primitive with one output.
 
     MindSpore compiles the call with g++ when the primitive is created, and calls CANN's aclnn<op_type>. A graph holds
-    the primitive; PyNative calls it as a function, and so takes the C++ module where there is one. That module knows
-    no gradients: cells whose result has one have a bprop. The CPU library infers shapes and types. If the kernel
+    the primitive; PyNative calls it as a function, and so uses the C++ module if there is one. That module has
+    no gradients: cells whose result needs one have a bprop. The CPU library infers shapes and types. If the kernel
     ``writes`` into an input, MindSpore does not reorder it with reads of that input.
     """
 
@@ -151,18 +151,18 @@ class AscendKernel(ops.Custom):
         return self._in_pynative(*inputs)
 
     def __deepcopy__(self, memo):
-        # ops.Custom cannot be copied, but cells that hold one are.
+        # ops.Custom cannot be copied, but cells that hold one are copied.
         return type(self)(*self._arguments)
 
 
 def pynative_function(op_type: str, library: str) -> Optional[Callable]:
-    """Returns the module's function for a kernel, or None where there is no module that can be used."""
+    """Returns the module's function for a kernel, or None without a usable module."""
     module = _find(library)
     return None if isinstance(module, str) else getattr(module, op_type)
 
 
 def describe(library: str) -> str:
-    """Returns in words how graph mode and PyNative call the kernels, and why."""
+    """Returns a sentence on how graph mode and PyNative call the kernels, and why."""
     entry = _find(library)
     if isinstance(entry, str):
         return f"called by ops.Custom, in PyNative too: {entry}"
@@ -170,7 +170,7 @@ def describe(library: str) -> str:
 
 
 def _find(library) -> Union[ModuleType, str]:
-    """Returns the module, or why there is none."""
+    """Returns the module, or the reason why there is none."""
     too_old = age_problem()
     if too_old:
         return too_old
@@ -180,7 +180,7 @@ def _find(library) -> Union[ModuleType, str]:
 
 
 def age_problem() -> Optional[str]:
-    """Returns that MindSpore is too old for the module, or None."""
+    """Returns a sentence saying that MindSpore is too old for the module, or None."""
     if tuple(map(int, ms.__version__.split(".")[:2])) >= _OLDEST:
         return None
     return f"MindSpore is {ms.__version__}, but AclnnOpRunner is used from {'.'.join(map(str, _OLDEST))} on"

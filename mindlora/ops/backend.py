@@ -1,12 +1,12 @@
-"""Which implementation of an operator runs: chosen once, when a cell is made, and reported in words.
+"""Chooses the implementation of an operator once, when a cell is created, and reports the choice.
 
 Three paths compute the same result: ``ascend`` (Ascend C kernels), ``cpu`` (C++, one shared library) and ``composed``
 (plain MindSpore operators, on any device). The environment variable MINDLORA_BACKEND forces one; if that path is not
-available, it is an error and there is no fallback. MINDLORA_BACKEND_<OPERATOR>, such as MINDLORA_BACKEND_LORA_DELTA,
-does so for one operator and comes first. On an NPU two are exempt, because they have no Ascend kernel of their own:
+available, it is an error without a fallback. MINDLORA_BACKEND_<OPERATOR>, such as MINDLORA_BACKEND_LORA_DELTA,
+does so for one operator and has priority. On an NPU two are exempt, because they have no Ascend kernel of their own:
 for lora_dropout cells use nn.Dropout, and a direct call takes the composed path, as the report shows; multi_lora_linear
-is MindSpore's product and the kernel of multi_lora_delta. Exempt are also the operators in CPU_ONLY: they
-stand in for MindSpore's own, which have kernels for NPUs only, so they have the cpu path or none.
+is MindSpore's product and the kernel of multi_lora_delta. The operators in CPU_ONLY are exempt too: they
+replace MindSpore's own, which have kernels for NPUs only, so they have the cpu path or none.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ OP_TYPES = {
     "frozen_linear": "FrozenLinear",
     "integer_linear": "Int4Linear",
 }
-# Those on the cpu path alone, and MindSpore's own operators that do the same on an NPU.
+# Operators with only the cpu path, and MindSpore's own operators that do the same on an NPU.
 CPU_ONLY = {
     "masked_attention": "FlashAttentionScore",
     "rms_norm": "RmsNorm",
@@ -52,7 +52,7 @@ CPU_ONLY = {
     "frozen_linear": "MatMul",
     "integer_linear": "MatMul",
 }
-# The kernel that each calls in CANN, or None. That of nf4_linear decodes W, and MindSpore's MatMul multiplies.
+# The kernel of each in CANN, or None. nf4_linear's decodes W, and MindSpore's MatMul multiplies.
 ASCEND_OP_TYPES = {
     **OP_TYPES,
     "nf4_linear": "Nf4Dequantize",
@@ -66,16 +66,16 @@ VARIABLE = "MINDLORA_BACKEND"
 DTYPES = (ms.float32, ms.float16, ms.bfloat16)
 # The largest rank of the kernels.
 MAX_RANK = 256
-# Operators whose kernel is worth its call in PyNative too. Plain operators write max_rank rows of a slot where r would
+# Operators whose kernel pays off in PyNative too. Plain operators write max_rank rows of a slot where r would
 # do, and cannot write bfloat16; they take fifteen passes for dropout by a hash; they decode a 4-bit weight into memory.
 _ONE_PASS = {"multi_lora_slot_write": "one copy", "lora_dropout": "one pass", "nf4_linear": "4-bit weights in one pass"}
-# What mindlora_library_version() of the library returns.
+# The result of the library's mindlora_library_version().
 _LIBRARY_VERSION = 16
 # Its number in ops/cpu_common/isa.h.
 _AVX512_BF16 = 3
 # The tokens of a short prompt, or of a training step with few rows: lora_linear takes decode.
 TOKENS_OF_A_CELL = 512
-# By what a kernel's estimate must exceed that of plain operators, which knows nothing of their launches.
+# The margin by which a kernel's estimate must beat that of plain operators, which ignores their launches.
 FAR_ABOVE = 1.25
 _COMPOSED_ON_CPU = "; 16-bit types are computed in float32 and cast back, as a CPU has no bfloat16 MatMul or Mul"
 
@@ -86,8 +86,8 @@ class Choice:
 
     Attributes:
         op (str): The operator.
-        path (str): ascend, cpu or composed; none for an operator of CPU_ONLY that cannot run here.
-        reason (str): Why.
+        path (str): ascend, cpu or composed; "none" for an operator of CPU_ONLY that cannot run here.
+        reason (str): The reason for the choice.
     """
 
     op: str
@@ -122,7 +122,7 @@ def backend_report() -> BackendReport:
 
 
 def choose(op: str) -> Choice:
-    """Picks the path of an operator by MINDLORA_BACKEND, the device, the mode and whether the library was built.
+    """Picks the path of an operator by MINDLORA_BACKEND, device, mode and whether the library was built.
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available (except for lora_dropout
@@ -164,8 +164,8 @@ def choose_for_cell(
     """Picks the path of an operator for one cell: the composed one if no kernel supports the cell, or is slower.
 
     Raises BackendError if MINDLORA_BACKEND names a path that is unknown or not available for this cell. ``dtype`` is
-    that in which the cell computes; with ``sharded`` it has a shard strategy. ``channels`` are lora_delta's (in, out),
-    by which its kernel on an NPU is compared with plain operators.
+    the cell's compute dtype; with ``sharded`` the cell has a shard strategy. ``channels`` are lora_delta's (in, out),
+    which decide between its kernel and plain operators on an NPU.
     """
     choice = choose(op)
     problem = ""
@@ -188,9 +188,9 @@ def choose_for_cell(
 def lora_delta_times(
     tokens: int, in_channels: int, out_channels: int, rank: int, element_bytes: int
 ) -> Tuple[int, ...]:
-    """Returns what lora_delta takes on an Atlas A2 at best, in bytes that its memory moves meanwhile.
+    """Returns estimates of lora_delta's shortest time on an Atlas A2, in bytes that its memory moves meanwhile.
 
-    A measured draw of a core counts, where one was adopted.
+    An adopted measurement of a core's bandwidth counts.
 
     Args:
         tokens, in_channels, out_channels, rank (int): The sizes.
@@ -223,7 +223,7 @@ def _slow_on_ascend(in_channels, out_channels, rank, dtype) -> str:
 def multiplies_bfloat16() -> bool:
     """Returns whether this processor has instructions that multiply bfloat16, AVX512_BF16; the library must be there.
 
-    Without them rounded_linear is right, and no faster than products in float32; with NF4 it is slower.
+    Without them rounded_linear is correct but no faster than products in float32; with NF4 it is slower.
     """
     return _best_isa() >= _AVX512_BF16
 
@@ -238,7 +238,7 @@ def rounds_faster() -> bool:
 
 
 def _best_isa():
-    """Returns the number of the newest instruction set that this processor has and the library uses."""
+    """Returns the number of the newest instruction set that both this processor and the library have."""
     return _open(LIBRARY, os.path.getmtime(LIBRARY)).mindlora_best_isa()
 
 
@@ -248,7 +248,7 @@ def switch(op: str) -> str:
 
 
 def _asked(op):
-    """Returns the variable that counts for an operator, and the path that it names: "" if there is none."""
+    """Returns the variable that applies to an operator, and the path that it names, "" if there is none."""
     variable = switch(op) if os.environ.get(switch(op)) else VARIABLE
     return variable, os.environ.get(variable, "")
 
@@ -283,8 +283,8 @@ def _library_problem() -> Optional[str]:
 def _open(path, _modified) -> ctypes.CDLL:
     """Opens the library for as long as the process lives.
 
-    In PyNative MindSpore opens and closes it twice at every call, to infer shape and type, and on an NPU nothing else
-    holds it. Opened early, it also finds room for its thread-local storage, of which aarch64 has little.
+    In PyNative, MindSpore opens and closes it twice at every call, to infer shape and type, and on an NPU nothing else
+    keeps it open. Opened early, it also gets thread-local storage, of which aarch64 has little.
     """
     return ctypes.CDLL(path)
 

@@ -1,6 +1,6 @@
-"""Builds the C++ module by which PyNative calls the Ascend C kernels: `python -m mindlora.ops.build_pynative`.
+"""Builds the C++ module through which PyNative calls the Ascend C kernels: `python -m mindlora.ops.build_pynative`.
 
-scripts/build_ascend.sh does so too. It needs a MindSpore for Ascend, CANN, ninja and a compiler, and no NPU.
+scripts/build_ascend.sh builds it too. It needs a MindSpore for Ascend, CANN, ninja and a compiler, but no NPU.
 """
 
 import os
@@ -13,7 +13,7 @@ from mindlora.ops.ascend import PYNATIVE_MODULE, PYNATIVE_PATH, age_problem
 from mindlora.ops.build import SOURCES
 
 SOURCE = os.path.join(SOURCES, "ascendc_common", "pynative.cc")
-# MindSpore's own flags name the plugin before anything that needs it, and many linkers drop such a library.
+# MindSpore's own flags name the plugin before the objects that need it, and many linkers drop such a library.
 _FLAGS = "-Wl,--no-as-needed -l:libmindspore_ascend.so.2"
 
 
@@ -37,7 +37,7 @@ def build() -> str:
 
 
 def main() -> None:
-    """Builds the module, or says why it cannot be built."""
+    """Builds the module, or prints why it cannot be built."""
     try:
         print(f"built {build()}")
     except (RuntimeError, ValueError) as error:

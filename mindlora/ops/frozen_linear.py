@@ -9,14 +9,14 @@ from mindspore.ops.primitive import constexpr
 from mindlora.core.errors import BackendError
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_fixed_dtypes
 
-# What such a weight is held in.
+# Dtypes of such weights.
 HELD_DTYPES = (mstype.bfloat16, mstype.float16)
 
 
 class FrozenLinear(OperatorCell):
-    r"""y = x W^T and dx = dy W, with a W of 16 bits of which a small part at a time is widened. W gets no gradient.
+    r"""y = x W^T and dx = dy W with a 16-bit W, of which a small part at a time is widened. W gets no gradient.
 
-    Products are in float32, or, where it ``rounds``, in bfloat16: x in the forward and dy in the backward are rounded
+    Products are in float32, or, with ``rounds``, in bfloat16: x in the forward and dy in the backward are rounded
     to bfloat16, the products of such numbers are exact in float32, and all sums are in float32. A processor with
     AVX512_BF16 or AMX has instructions for that.
 
@@ -53,15 +53,15 @@ class FrozenLinear(OperatorCell):
         return self.kernel(x, weight)
 
     def times(self, dy: Tensor, weight: Tensor) -> Tensor:
-        """dy W, [tokens, K] of dy [tokens, N]; the gradient of x, which has none itself."""
+        """dy W, [tokens, K], for dy [tokens, N]: the gradient of x, which has no gradient itself."""
         return self.grad_kernel(dy, weight)
 
 
 def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Tensor, Tensor]]:
     """Returns the bprop of a product, whose gradient ``kernel`` computes.
 
-    It is the primitive's and not the cell's: what a cell's bprop takes is kept from the forward, and where gradients
-    are accumulated in a loop, MindSpore keeps a parameter as a copy.
+    It belongs to the primitive and not to the cell: inputs of a cell's bprop are kept from the forward, and where
+    gradients are accumulated in a loop, MindSpore keeps a parameter as a copy.
     """
 
     def bprop(x, weight, out, dout):
@@ -73,7 +73,7 @@ def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Tensor, Tensor]]:
 class FrozenExperts(OperatorCell):
     r"""y_e = x_e W_e and dx_e = dy_e W_e^T for the rows x_e of each expert e, whose W_e is frozen and stays in 16 bits.
 
-    As FrozenLinear in all else. A row after the last expert's gives zeros.
+    Otherwise it is like FrozenLinear. Rows after the last expert's give zeros.
 
     Args:
         rounds (bool): As in FrozenLinear. Default: False.
@@ -88,7 +88,7 @@ class FrozenExperts(OperatorCell):
 
     Raises:
         BackendError: As in FrozenLinear.
-        RuntimeError: A shape is wrong, or the groups do not follow each other (raised by the kernel, which names it).
+        RuntimeError: A shape is wrong, or the groups are not in order (raised by the kernel, which names it).
 
     Source: Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017.
     """
@@ -123,7 +123,7 @@ def _no_gradient(ids, weight, like, out, dout):
 
 
 class FrozenRows(OperatorCell):
-    """The rows of a table of 16 bits by number, widened to float32. The table gets no gradient.
+    """Rows of a 16-bit table by number, widened to float32. The table gets no gradient.
 
     Inputs:
         - **ids** (Tensor) - Any shape, int32, each from 0 to N - 1.

@@ -1,4 +1,4 @@
-"""integer_linear: a frozen linear layer whose weight is in integers of 4 or 8 bits, decoded where it is multiplied."""
+"""integer_linear: a frozen linear layer whose weight is in integers of 4 or 8 bits, decoded inside the product."""
 
 from typing import Any, Callable, Tuple
 
@@ -11,11 +11,11 @@ from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, ch
 class IntegerLinear(OperatorCell):
     r"""y = x W^T with W = (codes - zeros) * scales of each group of columns, and dx = dy W. W gets no gradient.
 
-    mindlora.core.numerics.integers makes the three tensors. W is never held whole: about 0.3 MB of it at a time in each
-    thread. For a CPU.
+    mindlora.core.numerics.integers defines the three tensors. W is never held whole: about 0.3 MB at a time in each
+    thread. It runs on a CPU.
 
     Args:
-        bits (int): Of a code, 4 or 8.
+        bits (int): Bits of a code, 4 or 8.
 
     Inputs:
         - **x** (Tensor) - Shape [tokens, K]; float32, float16 or bfloat16. All sums are in float32.
@@ -30,7 +30,7 @@ class IntegerLinear(OperatorCell):
         BackendError: The device is not a CPU, the library is missing, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by the kernel, which names it).
 
-    Source: Frantar et al., GPTQ, 2023; Dettmers et al., LLM.int8(), 2022: the weights that are published so.
+    Source: Frantar et al., GPTQ, 2023; Dettmers et al., LLM.int8(), 2022, for such weights.
     """
 
     op = "integer_linear"

@@ -28,7 +28,7 @@ class LoraDelta(OperatorCell):
         Tensor [tokens, N] of the dtype of y0.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND names a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
@@ -61,9 +61,9 @@ def _cell():
 
 
 def lora_delta(y0: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor]) -> Tensor:
-    r"""Returns what LoraDelta does, y = y0 + ((x A^T) * scale) B^T, in a network as in PyNative.
+    r"""Returns the result of LoraDelta, y = y0 + ((x A^T) * scale) B^T, in a network or in PyNative.
 
-    A cell that calls it often should hold a LoraDelta of its own.
+    A cell that calls it often should hold its own LoraDelta.
 
     Args:
         y0, x, a, b (Tensor): As the inputs of LoraDelta.

@@ -1,4 +1,4 @@
-"""lora_dropout: dropout by a hash of a seed, by itself and before lora_delta. Only the seed is kept, not the mask."""
+"""lora_dropout: dropout by a hash of a seed, alone and before lora_delta. The seed is kept instead of the mask."""
 
 from typing import Tuple
 
@@ -16,7 +16,7 @@ from mindlora.ops.operator_cell import (
     current_cell,
 )
 
-# As int32, which wraps as uint32 does.
+# As int32, which wraps like uint32.
 _ROW, _COLUMN, _FIRST, _SECOND = (
     value - 2**32 if value >= 2**31 else value for value in (0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B)
 )
@@ -141,5 +141,5 @@ def _cell():
 
 
 def lora_dropout(x: Tensor, seed: Tensor, rate: Tensor) -> Tensor:
-    r"""Returns what LoraDropout does, x / (1 - rate) where a hash of (seed, t, k) keeps the element and else 0."""
+    r"""Returns the result of LoraDropout, x / (1 - rate) where a hash of (seed, t, k) keeps the element, else 0."""
     return _cell()(x, seed, rate)

@@ -46,7 +46,7 @@ class LoraLinear(OperatorCell):
         if self.path == "cpu":
             return self.kernel(x, w, a, b, scale)
         if self.path == "ascend":
-            # On an NPU, ops.Custom cannot omit an input: a matrix in place of the bias tells the kernel to add none.
+            # On an NPU, ops.Custom cannot omit an input: a matrix in place of the bias means that the kernel adds none.
             return self.kernel(x, w, a, b, scale, b)
         return ops.cast(self.composed(x, w, a, b, scale), x.dtype)
 
@@ -102,7 +102,7 @@ def _cell(has_bias):
 def lora_linear(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, scale: Union[float, Tensor], bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""Returns what LoraLinear does, y = x W^T (+ bias) + ((x A^T) * scale) B^T, where W is read once.
+    r"""Returns the result of LoraLinear, y = x W^T (+ bias) + ((x A^T) * scale) B^T, reading W once.
 
     Args:
         x, w, a, b (Tensor): As the inputs of LoraLinear.

@@ -13,8 +13,8 @@ _NAMES = ("q", "k", "v", "mask", "scale")
 class MaskedAttention(OperatorCell):
     r"""y = softmax(scale * q k^T + mask) v for each head.
 
-    The backward computes the weights P = softmax(...) again, of a few queries at a time, so q, k, v and mask are all
-    that is kept. With dP = dy v^T and dS = scale * P * (dP - sum(P * dP)): dq = dS k, dk = dS^T q, dv = P^T dy. The
+    The backward computes the weights P = softmax(...) again, for a few queries at a time, so only q, k, v and mask
+    are kept. With dP = dy v^T and dS = scale * P * (dP - sum(P * dP)): dq = dS k, dk = dS^T q, dv = P^T dy. The
     gradients of mask and scale are zero.
 
     Inputs:
@@ -32,7 +32,7 @@ class MaskedAttention(OperatorCell):
         BackendError: The device is not a CPU, the library is not built, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by the kernel, which names it).
 
-    Source: Vaswani et al., Attention Is All You Need, 2017; the recomputation is that of Dao et al., FlashAttention:
+    Source: Vaswani et al., Attention Is All You Need, 2017; the recomputation follows Dao et al., FlashAttention:
     Fast and Memory-Efficient Exact Attention with IO-Awareness, 2022.
     """
 
@@ -51,7 +51,7 @@ class MaskedAttention(OperatorCell):
     def bprop(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor, out: Tensor, dout: Tensor
     ) -> Tuple[Tensor, ...]:
-        # One kernel, and so one output: the heads of the three gradients side by side.
+        # A kernel has a single output: the heads of the three gradients side by side.
         grads = self.grad_kernel(dout, q, k, v, mask, scale)
         keys, values = q.shape[2], q.shape[2] + k.shape[2]
         dq, dk, dv = grads[:, :, :keys], grads[:, :, keys:values], grads[:, :, values:]

@@ -1,4 +1,4 @@
-"""Choices that were measured on an NPU, here or on another machine of its kind, and take the place of estimates.
+"""Choices that were measured on an NPU, here or on another machine of its kind, and replace estimates.
 
 scripts/verify_npu.sh writes them into its report.json, and `mindlora doctor --adopt` keeps them beside the operator
 package.
@@ -15,25 +15,26 @@ from mindlora.core.json_files import parse_object, write_json
 
 # The operators whose kernel can be left out.
 OPERATORS = ("lora_delta", "lora_linear", "nf4_linear", "multi_lora_delta", "multi_lora_slot_write")
-# What the kernels' host sides read (ops/ascendc_common/host.h), and the fields that they get.
+# The variables that the kernels' host sides read (ops/ascendc_common/host.h), and their fields here.
 VARIABLES = {"MINDLORA_ASCEND_DRAW": "draw_tenths", "MINDLORA_ASCEND_MIX_LAUNCH": "mix_launch"}
-# The measured numbers, which a report may lack, and the least that each can be.
+# The measured numbers, which a report may lack, and the least value of each.
 NUMBERS = {"one_pass_tokens": 0, "draw_tenths": 10, "mix_launch": 0}
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib", "ascend", "measured.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """Adopted measurements.
 
     Attributes:
         machine (str): The name of the machine.
-        mindlora (str): The version of mindlora that was measured. Another one does not use it.
-        composed (dict): Operator -> why its kernel is not to be taken.
-        one_pass_tokens (int or None): The most tokens for which lora_linear is faster than MatMul and lora_delta.
-        draw_tenths (int or None): Tenths of its even share of the bandwidth that a core draws, from 10 on.
-        mix_launch (int or None): Nanoseconds by which a launch of cube and vector cores takes longer than one of vector
-            cores.
+        mindlora (str): The version of mindlora that was measured. Other versions do not use them.
+        composed (dict): Operator -> why its kernel is not used.
+        one_pass_tokens (int or None): The largest number of tokens for which lora_linear is faster than MatMul and
+            lora_delta.
+        draw_tenths (int or None): The bandwidth that a core draws, in tenths of its even share; at least 10.
+        mix_launch (int or None): Nanoseconds by which launching cube and vector cores takes longer than launching
+            vector cores alone.
     """
 
     machine: str
@@ -55,16 +56,16 @@ class Measured:
 
 
 def measured() -> Optional[Measured]:
-    """Returns what was adopted for this version of mindlora, or None."""
+    """Returns the adopted measurements for this version of mindlora, or None."""
     kept = read_adopted()
     return kept if kept is not None and kept.mindlora == __version__ else None
 
 
 def read_adopted() -> Optional[Measured]:
-    """Returns what was adopted, of whatever version, or None.
+    """Returns the adopted measurements of any version, or None.
 
     Raises:
-        ConfigError: The file is not what adopt writes.
+        ConfigError: The file was not written by adopt.
     """
     try:
         with open(FILE, "rb") as file:
@@ -75,7 +76,7 @@ def read_adopted() -> Optional[Measured]:
 
 
 def tell_plans() -> None:
-    """Tells the kernels' host sides what was adopted of their figures. What the environment says already stays."""
+    """Passes adopted figures to the kernels' host sides. Variables that are already set in the environment stay."""
     adopted = measured()
     for variable, field in VARIABLES.items():
         figure = getattr(adopted, field, None)
@@ -84,7 +85,7 @@ def tell_plans() -> None:
 
 
 def adopt(path: str) -> Measured:
-    """Keeps the choices of a report of scripts/verify_npu.sh for this installation, instead of any before.
+    """Keeps the choices of a report of scripts/verify_npu.sh for this installation, replacing earlier ones.
 
     Args:
         path (str): Its report.json, or the folder that holds it.
@@ -137,5 +138,5 @@ def _checked(content, source) -> Measured:
 
 
 def _is_number(value: Any, least: int) -> bool:
-    """Returns whether a value was not measured, or is a whole number from ``least`` on."""
+    """Returns whether a value was not measured, or is a whole number of at least ``least``."""
     return value is None or (type(value) is int and value >= least)

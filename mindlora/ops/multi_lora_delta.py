@@ -1,4 +1,4 @@
-"""multi_lora_delta: each row of a batch uses an adapter of its own, from one pool."""
+"""multi_lora_delta: each row of a batch uses its own adapter, from one pool."""
 
 from typing import Tuple
 
@@ -15,9 +15,9 @@ INDEX_DTYPES = (ms.int32, ms.float32, ms.int32)
 
 @constexpr
 def check_pool(op: str, path: str, name: str, dtype: ms.dtype.Type, pool: ms.dtype.Type, widens: bool) -> None:
-    """Raises BackendError for a pool that does not go with the dtype of an input. Runs when a graph is compiled.
+    """Raises BackendError for a pool that does not suit the dtype of an input. Runs when a graph is compiled.
 
-    ``widens`` says whether a pool of 16 bits is widened to float32 where the input ``name`` is.
+    ``widens`` says whether a 16-bit pool is widened to float32 if the input ``name`` is float32.
     """
     if widens and dtype == ms.float32:
         check_dtypes(op, path, ("pool",), (pool,))
@@ -30,12 +30,12 @@ class MultiLoraDelta(OperatorCell):
 
     Row j of a slot of the pool is A_i[j, :] followed by B_i[:, j], so an adapter of rank r is the first r rows of its
     slot; the other rows are never used. Rows of x with the same adapter need not be adjacent: the kernel sorts
-    them, so that one operator is both bgmv (an adapter for each row) and sgmv (one for each segment).
+    them, so that one operator serves as both bgmv (an adapter for each row) and sgmv (one for each segment).
 
     Every floating-point input has a gradient. With D[t] = (dy[t] B_i) * scale_i: dy0 = dy, dx[t] = D[t] A_i, and of the
     pool dA_i = sum of D[t]^T x[t] and dB_i = sum of dy[t]^T ((x[t] A_i^T) * scale_i) over rows t with indices[t] = i.
-    The backward is plain MindSpore operators on every path: products of all rows with all adapters, of which those
-    count that belong together. Where a batch has equally many rows for each adapter, one after another, products that
+    The backward uses plain MindSpore operators on every path: products of all rows with all adapters, of which the
+    matching ones count. If a batch has equal numbers of rows for each adapter, one after another, products that
     are batched over the adapters are faster: StackedLoRADense trains by them.
 
     Inputs:
@@ -46,7 +46,7 @@ class MultiLoraDelta(OperatorCell):
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
         - **indices** (Tensor) - Shape [at least tokens], int32: those after the tokens are ignored, so that a
-          server can keep a Parameter of one size. An index beyond the last slot is an error on the cpu path; on the
+          server can keep a Parameter of a fixed size. An index beyond the last slot is an error on the cpu path; on the
           ascend and composed ones, which cannot raise, its row is NaN.
 
     Outputs:
@@ -69,7 +69,7 @@ class MultiLoraDelta(OperatorCell):
         self.widen = ms.get_context("device_target") == "CPU"
         self.batch = ops.BatchMatMul()
         self.products = Products()
-        # In the backward no function of ops that the forward calls: MindSpore cannot compile such a graph.
+        # The backward must not call functions of ops that the forward calls: MindSpore cannot compile such a graph.
         self.zeros_like = ops.ZerosLike()
 
     def construct(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class MultiLoraDelta(OperatorCell):
         """Computes the result on the other paths. On the composed one, y0 and the result may be wider than x."""
         shape = x.shape[:-1] + (y0.shape[-1],)
         x = ops.reshape(self.wide(x), (-1, x.shape[-1]))
-        # The kernel takes more indices than tokens: each linear cell of a step would cut them for itself.
+        # The kernel takes more indices than tokens; otherwise each linear cell of a step would cut them.
         multiply = self.kernel if self.path == "ascend" else self.composed
         return ops.cast(ops.reshape(multiply(y0, x, pool, ranks, scales, indices), shape), y0.dtype)
 
     def composed(self, y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-        """The equation in plain operators. It copies a whole slot for every row, so it is not meant to be fast."""
+        """The equation in plain operators. It copies a whole slot for every row, so it is slow."""
         slots, max_rank, _ = pool.shape
         in_channels = x.shape[1]
         indices = ops.slice(indices, (0,), (x.shape[0],))
@@ -113,7 +113,7 @@ class MultiLoraDelta(OperatorCell):
         return self.where(indices >= slots, ops.full_like(y, float("nan")), y)
 
     def where(self, rows: Tensor, y: Tensor, otherwise: Tensor) -> Tensor:
-        """The rows of y where ``rows`` is True, and those of ``otherwise`` elsewhere."""
+        """The rows of y where ``rows`` is True, and of ``otherwise`` elsewhere."""
         return ops.select(ops.broadcast_to(ops.expand_dims(rows, 1), y.shape), y, otherwise)
 
     def wide(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class MultiLoraDelta(OperatorCell):
         rows = ops.reshape(self.wide(x), (-1, in_channels))
         dy = ops.reshape(self.wide(dout), (-1, y0.shape[-1]))
         own = ops.expand_dims(ops.slice(indices, (0,), (rows.shape[0],)), 1) == ops.range(0, slots, 1)
-        # Zero where no adapter is: what is there may be NaN.
+        # Zero without an adapter, where values may be NaN.
         has_adapter = own.any(1)
         rows = self.where(has_adapter, rows, self.zeros_like(rows))
         dy = self.where(has_adapter, dy, self.zeros_like(dy))
@@ -164,7 +164,7 @@ def _cell():
 
 
 def multi_lora_delta(y0: Tensor, x: Tensor, pool: Tensor, ranks: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
-    r"""Returns what MultiLoraDelta does, y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t].
+    r"""Returns the result of MultiLoraDelta, y[t] = y0[t] + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t].
 
     Args:
         y0, x, pool, ranks, scales, indices (Tensor): As the inputs of MultiLoraDelta.

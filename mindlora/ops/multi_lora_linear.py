@@ -1,4 +1,4 @@
-"""multi_lora_linear: a frozen linear layer, and an adapter of its own for each token, in one pass over the weight."""
+"""multi_lora_linear: a frozen linear layer, with each token's own adapter, in one pass over the weight."""
 
 from typing import Optional, Tuple
 
@@ -22,14 +22,14 @@ def refuse_gradient(op: str) -> None:
 class MultiLoraLinear(OperatorCell):
     r"""y[t] = x[t] W^T + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t]; without the last term where i is negative.
 
-    It is meant for the few tokens of a decode step, and for serving: it has no gradient, and asking for one is an
+    It is meant for the few tokens of a decode step in serving: it has no gradient, and requesting one is an
     error. On Ascend, which has no kernel for it, it is MatMul and multi_lora_delta.
 
     Inputs:
         - **x** (Tensor) - Shape [..., K]; float32, float16 or bfloat16; all axes but the last are tokens. All sums are
           in float32 on a CPU.
         - **w** (Tensor) - Shape [N, K], dtype of x; with x in float32 any of the three: it is widened as it is read.
-        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtype of x or as W: see MultiLoraDelta.
+        - **pool** (Tensor) - Shape [slots, max_rank, K + N], dtypes as for W: see MultiLoraDelta.
         - **ranks** (Tensor) - Shape [slots], int32: the rank of each adapter; 0 for an empty slot, which adds nothing.
         - **scales** (Tensor) - Shape [slots], float32.
         - **indices** (Tensor) - Shape [at least tokens], int32: as in MultiLoraDelta.
@@ -38,8 +38,8 @@ class MultiLoraLinear(OperatorCell):
         Tensor [..., N] of the dtype of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, a dtype is not supported, or a gradient
-            is asked for.
+        BackendError: MINDLORA_BACKEND names a path that is not available, a dtype is not supported, or a gradient
+            is requested.
         RuntimeError: A shape is wrong, or on the cpu path a rank or an index (raised by MindSpore or by the kernel,
             which names it).
 
@@ -80,7 +80,7 @@ class MultiLoraLinear(OperatorCell):
         indices: Tensor,
         bias: Optional[Tensor] = None,
     ) -> Tensor:
-        """The equation with MatMul, and multi_lora_delta on its own path."""
+        """The equation by MatMul, and multi_lora_delta on its own path."""
         y0 = self.products.times_transposed(ops.reshape(self.products.wide(x), (-1, x.shape[-1])), w)
         y0 = y0 if bias is None else y0 + self.products.wide(bias)
         return ops.cast(self.delta.without_library(y0, x, pool, ranks, scales, indices), x.dtype)

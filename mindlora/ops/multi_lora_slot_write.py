@@ -43,7 +43,7 @@ class MultiLoraSlotWrite(OperatorCell):
         Tensor [1], int32: the slot that was written; -1 if none was.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND names a path that is not available, or a dtype is not supported.
         RuntimeError: A shape or rank is wrong, or on the cpu path a slot (raised by MindSpore or by the kernel, which
             names it).
 
@@ -94,11 +94,11 @@ def _cell():
 def multi_lora_slot_write(
     pool: Parameter, ranks: Parameter, scales: Parameter, slot: Tensor, packed: Tensor, scale: Union[float, Tensor]
 ) -> Tensor:
-    r"""Does what MultiLoraSlotWrite does: pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale, in place.
+    r"""Calls MultiLoraSlotWrite: pool[slot, :r] = packed, ranks[slot] = r, scales[slot] = scale, in place.
 
     Args:
         pool, ranks, scales (Parameter): As the inputs of MultiLoraSlotWrite.
-        slot, packed (Tensor): The same.
+        slot, packed (Tensor): As the inputs of MultiLoraSlotWrite.
         scale (float or Tensor): One number.
 
     Returns:

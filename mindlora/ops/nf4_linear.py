@@ -1,4 +1,4 @@
-"""nf4_linear: a frozen linear layer whose weight is 4-bit NormalFloat, decoded where it is multiplied."""
+"""nf4_linear: a frozen linear layer whose weight is 4-bit NormalFloat, decoded inside the product."""
 
 from typing import Optional, Tuple
 
@@ -11,7 +11,7 @@ from mindlora.core.numerics.nf4 import BLOCK, BYTE_VALUES, GROUP, group_size
 from mindlora.ops.operator_cell import CpuKernel, OperatorCell, Products, check_dtypes, check_fixed_dtypes, current_cell
 
 _group_size = constexpr(group_size)
-# The four tensors of a weight, as mindlora.core.numerics.nf4.quantize makes them.
+# The four tensors of a weight from mindlora.core.numerics.nf4.quantize.
 WEIGHT_NAMES = ("codes", "absmax", "scales", "offsets")
 WEIGHT_DTYPES = (mstype.uint8, mstype.uint8, mstype.float32, mstype.float32)
 
@@ -20,10 +20,10 @@ class Nf4Linear(OperatorCell):
     r"""y = x W^T with W = absmax' * TABLE[codes], and dx = dy W. W is frozen: its tensors get zero gradients.
 
     absmax' = offset + scale * absmax, with the offset and scale of the block's group. blocks = ceil(K / 64), groups =
-    ceil(N * blocks / 256). mindlora.core.numerics.nf4.quantize makes the four tensors. On a CPU, groups may be of 1, 2,
-    4 to 256 blocks (mindlora.core.numerics.nf4.by_row): how many there are tells.
+    ceil(N * blocks / 256). mindlora.core.numerics.nf4.quantize returns the four tensors. On a CPU, groups may have 1,
+    2, 4 to 256 blocks (mindlora.core.numerics.nf4.by_row), determined by the number of groups.
 
-    The cpu path never holds W whole: about 0.3 MB of it at a time in each thread. The ascend path holds it during a
+    The cpu path never holds W whole: about 0.3 MB at a time in each thread. The ascend path holds it during a
     product, in the dtype of x: Ascend C decodes, MindSpore's MatMul multiplies, and the backward decodes again. The
     composed path holds it whole during a call, in float32 on a CPU, together with indices and intermediate results:
     about 13 bytes per weight.
@@ -39,7 +39,7 @@ class Nf4Linear(OperatorCell):
         Tensor [tokens, N] of the dtype of x.
 
     Raises:
-        BackendError: MINDLORA_BACKEND asks for a path that is not available, or a dtype is not supported.
+        BackendError: MINDLORA_BACKEND names a path that is not available, or a dtype is not supported.
         RuntimeError: A shape is wrong (raised by MindSpore or by the kernel, which names it).
 
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
@@ -74,7 +74,7 @@ class Nf4Linear(OperatorCell):
         return ops.cast(self.composed(x, codes, absmax, scales, offsets), x.dtype)
 
     def composed(self, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-        """The equation as decoding and a product, in the dtype in which products are computed."""
+        """The equation as a decoding and a product, in the products' dtype."""
         wide = self.products.wide(x)
         return self.products.times_transposed(wide, self.weight(wide, x, codes, absmax, scales, offsets))
 
@@ -125,7 +125,7 @@ class Nf4Linear(OperatorCell):
         """For each block, the value of its group."""
         blocks = absmax.shape[0] * absmax.shape[1]
         size = GROUP
-        # As they are of a network's parameters.
+        # As for a network's parameters.
         if functional.isconstant(absmax.shape[0]) and functional.isconstant(of_groups.shape[0]):
             size = _group_size(blocks, of_groups.shape[0])
         repeated = ops.reshape(self.tile(ops.reshape(of_groups, (-1, 1)), (1, size)), (-1,))
@@ -200,7 +200,7 @@ def _cell(has_bias):
 def nf4_linear(
     x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor, bias: Optional[Tensor] = None
 ) -> Tensor:
-    r"""Returns what Nf4Linear does, y = x W^T (+ bias) with W = absmax' * TABLE[codes].
+    r"""Returns the result of Nf4Linear, y = x W^T (+ bias) with W = absmax' * TABLE[codes].
 
     Args:
         x, codes, absmax, scales, offsets (Tensor): As the inputs of Nf4Linear.

@@ -1,4 +1,4 @@
-"""What the cells of all operators share: the kernel of the path that was picked, checks of inputs, products."""
+"""Base classes of the operators' cells: the kernel of the picked path, checks of inputs, products."""
 
 import functools
 from typing import Any, Callable, Optional, Sequence, Tuple, Type, Union
@@ -14,21 +14,21 @@ from mindlora.core.errors import BackendError
 from mindlora.ops import ascend
 from mindlora.ops.backend import ASCEND_OP_TYPES, DTYPES, LIBRARY, OP_TYPES, choose
 
-# CellWithBprop: a cell that brings its gradient, in graph mode and in PyNative.
+# CellWithBprop: a cell with its own gradient, in graph mode and in PyNative.
 
 
 class CellWithBprop(nn.Cell):
-    """Base of the cells that have a bprop. It gets the inputs of construct, its output, and the output's gradient.
+    """Base of the cells with a bprop, which gets the inputs of construct, its output, and the output's gradient.
 
-    In PyNative, MindSpore itself calls the bprop only below a function that it differentiates (value_and_grad and the
-    like), and Tensor.backward() raises an error. Here both call it. They give it None as the output, which then need
+    In PyNative, MindSpore calls the bprop only below a function that it differentiates (value_and_grad and the
+    like), and Tensor.backward() raises an error. Here both call it. They pass None as the output, which then need
     not be kept, unless the cell ``reads_output``, a tuple of tensors.
     """
 
     reads_output = False
 
     def _call_custom_bprop(self, *inputs: Tensor) -> Tensor:
-        # MindSpore calls it in place of construct where PyNative records for a backward.
+        # MindSpore calls it instead of construct when PyNative records for a backward.
         return _Recorded.apply(self, *inputs)
 
 
@@ -56,9 +56,9 @@ class OperatorCell(CellWithBprop):
 
     Attributes:
         op (str): The operator, one of mindlora.ops.backend.OPS.
-        inputs (int): How many tensors its kernel takes.
+        inputs (int): Number of tensors that its kernel takes.
         writes (bool): Whether its kernel writes into an input.
-        choice (Choice): The path that was picked when the cell was made, and why.
+        choice (Choice): The path that was picked when the cell was built, and why.
         path (str): The name of that path: ascend, cpu or composed.
         kernel (ops.Custom or None): The primitive on that path; None on the composed one.
 
@@ -94,8 +94,8 @@ def make_kernel(path: str, op: str, inputs: int, writes: bool = False) -> Option
 class CpuKernel(ops.Custom):
     """A function of the CPU library, wrapped as a primitive; with several outputs, it returns a tuple.
 
-    Shapes and types are inferred in C++, and reg_info leaves the types open: only so do dynamic shapes work. If it
-    ``writes`` into an input, MindSpore does not reorder it with reads of that input. ``bprop``, if its cell has none,
+    C++ infers shapes and types, and reg_info leaves the types open, which dynamic shapes need. If it
+    ``writes`` into an input, MindSpore does not reorder it with reads of that input. ``bprop``, for cells without one,
     gets the inputs, the output, and the output's gradient.
     """
 
@@ -114,13 +114,13 @@ class CpuKernel(ops.Custom):
             self.add_prim_attr("side_effect_mem", True)
 
     def __deepcopy__(self, memo):
-        # ops.Custom cannot be copied, but cells that hold one are.
+        # ops.Custom cannot be copied, but cells that hold one are copied.
         return type(self)(*self._arguments)
 
 
 @constexpr
 def check_dtypes(op: str, path: str, names: Sequence[str], dtypes: Sequence[mstype.Type]) -> None:
-    """Raises BackendError unless all dtypes are the same and one of DTYPES. Runs when a graph is compiled."""
+    """Raises BackendError unless all dtypes are equal and in DTYPES. Runs when a graph is compiled."""
     for name, dtype in zip(names, dtypes):
         if dtype not in DTYPES:
             raise BackendError(f"{op} ({path}): {name} is {dtype}: it must be Float32, Float16 or BFloat16.")
@@ -141,7 +141,7 @@ def check_fixed_dtypes(
 
 
 def current_cell(kind: Type[OperatorCell]) -> OperatorCell:
-    """Returns the cell that computes an operator's function, on the path that is picked now."""
+    """Returns the cell that computes an operator's function on the currently picked path."""
     return _shared_cell(kind, choose(kind.op).path, ms.get_context("device_target"))
 
 

@@ -1,4 +1,4 @@
-"""rotary_embedding: positions of tokens turned into the angles of their queries and keys, on a CPU."""
+"""rotary_embedding: rotates queries and keys by their tokens' positions, on a CPU."""
 
 from typing import Tuple
 
@@ -11,13 +11,13 @@ class RotaryEmbedding(OperatorCell):
     r"""y = x * cos + rotate_half(x) * sin for each head of D numbers; rotate_half((a, b)) = (-b, a) for halves a, b.
 
     This is MindSpore's ApplyRotaryPosEmb with cosFormat 2, which has no kernel for a CPU, for one tensor. Its
-    gradient turns back, dx = dy * cos - rotate_half(dy * sin), and keeps the tables alone, which are constants: theirs
-    is zero.
+    gradient rotates back, dx = dy * cos - rotate_half(dy * sin), and keeps only the tables, which are constants: their
+    gradient is zero.
 
     Inputs:
         - **x** (Tensor) - Shape [T, heads * D] or [B, T, heads * D]; float32, float16 or bfloat16. Products are in
           float32.
-        - **cos** (Tensor) - Shape [T, D]; one of these dtypes, not necessarily that of x.
+        - **cos** (Tensor) - Shape [T, D]; one of these dtypes, not necessarily x's.
         - **sin** (Tensor) - Shape and dtype of cos.
 
     Outputs:

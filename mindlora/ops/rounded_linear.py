@@ -13,8 +13,8 @@ from mindlora.ops.operator_cell import CpuKernel, OperatorCell, check_dtypes, ch
 class RoundedLinear(OperatorCell):
     r"""y[t] = bf16(x[t]) W^T (+ bias) + ((x[t] A_i^T) * scale_i) B_i^T with i = indices[t], bf16 rounding to bfloat16.
 
-    It is MultiLoraLinear, but for what the base's product takes: W is in bfloat16, or in 4-bit NormalFloat, each number
-    of which is rounded to bfloat16 as it is decoded. Products of such numbers are exact in float32, in which all sums
+    It is MultiLoraLinear with another product of the base: W is in bfloat16, or in 4-bit NormalFloat, each number
+    of which is rounded to bfloat16 when decoded. Products of such numbers are exact in float32, in which all sums
     are; a processor with AVX512_BF16 has instructions for them. It takes any number of tokens, and has no gradient.
 
     Args:
@@ -69,14 +69,14 @@ class RoundedLinear(OperatorCell):
 
 
 class RoundedLinears(OperatorCell):
-    r"""Two or three RoundedLinear with one x and one indices in one call, to the last bit as apart.
+    r"""Two or three RoundedLinear with the same x and indices in one call, with the same bits as separate calls.
 
-    A call costs MindSpore 40 to 70 us in a step of few tokens, whatever it computes, and threads wait for each other at
-    its end.
+    A call costs MindSpore 40 to 70 us in a step of few tokens, whatever it computes, and threads wait for one another
+    at its end.
 
     Args:
-        quantized, has_bias (bool): As in RoundedLinear; of all.
-        count (int): How many, 2 or 3.
+        quantized, has_bias (bool): As in RoundedLinear, for all of them.
+        count (int): Their number, 2 or 3.
 
     Inputs:
         - **x** (Tensor) - As in RoundedLinear.
@@ -95,7 +95,7 @@ class RoundedLinears(OperatorCell):
     op = "rounded_linear"
 
     def __init__(self, quantized: bool, has_bias: bool, count: int):
-        # x and indices; of each a pool's three tensors, W or its four, and a bias.
+        # x and indices; for each, a pool's three tensors, W or its four tensors, and a bias.
         self.inputs = 2 + count * (3 + (4 if quantized else 1) + has_bias)
         super().__init__()
         name = "RoundedNf4Linear" if quantized else "RoundedLinear"

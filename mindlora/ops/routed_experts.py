@@ -1,4 +1,4 @@
-"""routed_experts: each token through the feed-forward networks that its router chose, for serving on a CPU."""
+"""routed_experts: sends each token through the feed-forward networks that its router chose, for serving on a CPU."""
 
 from mindspore import Tensor
 from mindspore.common import dtype as mstype
@@ -16,13 +16,13 @@ class RoutedExperts(OperatorCell):
     r"""y[t] = sum_j weights[t, j] D_e (silu(G_e x[t]) * (U_e x[t])) with e = experts[t, j].
 
     Each token may have an adapter, i = slots[t]: then (G_e; U_e) is (G_e; U_e) + scale_i B_ie A_ie, and D_e likewise,
-    with pairs of its own. MindSpore's GroupedMatmul, by which MindFormers computes them, has no kernel for a CPU. It
-    has no gradient. A token gives the same bits whatever else is in the batch.
+    with its own pairs. MindSpore's GroupedMatmul, with which MindFormers computes them, has no kernel for a CPU. It
+    has no gradient. A token gives the same bits regardless of the rest of the batch.
 
     Inputs:
         - **x** (Tensor) - Shape [..., H], float32; all axes but the last are tokens.
         - **experts** (Tensor) - Shape [tokens, k], int32: the experts of each token.
-        - **weights** (Tensor) - Shape [tokens, k], float32: what each one's output is multiplied by.
+        - **weights** (Tensor) - Shape [tokens, k], float32: the factor of each expert's output.
         - **gate_up** (Tensor) - Shape [experts, 2 I, H]: the rows of G_e, then those of U_e; float32, float16 or
           bfloat16, widened as it is read.
         - **down** (Tensor) - Shape [experts, H, I]: D_e, dtype of gate_up.
@@ -31,7 +31,7 @@ class RoutedExperts(OperatorCell):
         - **gate_up_ranks** (Tensor) - Shape [slots], int32: the rows in use, experts * r; fewer than experts
           for a slot without pairs.
         - **gate_up_scales** (Tensor) - Shape [slots], float32.
-        - **down_pool**, **down_ranks**, **down_scales** (Tensor) - The same for down, whose ranks may be others.
+        - **down_pool**, **down_ranks**, **down_scales** (Tensor) - The same for down, whose ranks may differ.
         - **slots** (Tensor) - Shape [at least tokens], int32: the slot of each token, negative for none.
 
     Outputs:
@@ -74,13 +74,14 @@ class RoutedExperts(OperatorCell):
 
 
 class Nf4RoutedExperts(OperatorCell):
-    r"""RoutedExperts with weights in 4-bit NormalFloat, decoded where they are multiplied.
+    r"""RoutedExperts with weights in 4-bit NormalFloat, decoded inside the products.
 
     Inputs:
         - **x**, **experts**, **weights** (Tensor) - As in RoutedExperts.
         - **gate_up**, **gate_up_absmax**, **gate_up_scales**, **gate_up_offsets** (Tensor) - The matrix [experts * H,
-          2 I] of all (G_e; U_e)^T, as mindlora.core.numerics.nf4.quantize makes them.
-        - **down**, **down_absmax**, **down_scales**, **down_offsets** (Tensor) - That of all D_e^T, [experts * I, H].
+          2 I] of all (G_e; U_e)^T, quantized by mindlora.core.numerics.nf4.quantize.
+        - **down**, **down_absmax**, **down_scales**, **down_offsets** (Tensor) - The matrix of all D_e^T,
+          [experts * I, H].
         - **gate_up_pool**, **gate_up_ranks**, **gate_up_scale**, **down_pool**, **down_ranks**, **down_scale**,
           **slots** (Tensor) - As in RoutedExperts, which calls the scales of adapters gate_up_scales and down_scales.
 

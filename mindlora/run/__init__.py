@@ -1,1 +1,1 @@
-"""One YAML of MindFormers: its checks, its plan, and how it is written. No MindSpore."""
+"""One YAML of MindFormers: its checks, its plan, and how it is written; without MindSpore."""

@@ -1,4 +1,4 @@
-"""The keys of a MindFormers YAML that mindlora reads: one table of what each may hold, and what a YAML has instead."""
+"""The keys of a MindFormers YAML that mindlora reads: one table of their valid values and defaults."""
 
 from typing import Any, Dict, Mapping, NamedTuple, Optional
 
@@ -23,14 +23,14 @@ _MODE = Range(
 
 
 class Key(NamedTuple):
-    """What a key of a YAML may hold.
+    """The valid values of a key of a YAML.
 
     Attributes:
-        range (Range): Its values; None if MindFormers alone judges them.
-        default: What MindFormers takes where the YAML has no such key.
-        training (bool): Whether a run reads it only when it trains.
+        range (Range): Its values; None if only MindFormers judges them.
+        default: MindFormers' default.
+        training (bool): Whether only training reads it.
         other_name (str): The last part of another name of the same key.
-        required (bool): Whether it must have a value where it is named.
+        required (bool): Whether it must have a value if it is named.
     """
 
     range: Optional[Range]
@@ -67,7 +67,7 @@ KEYS: Dict[str, Key] = {
     "parallel_config.micro_batch_num": Key(COUNT, 1),
     "moe_config.expert_num": Key(COUNT, 1),
     f"{MODEL}.moe_config.expert_num": Key(COUNT, 1),
-    # No model can do without these.
+    # Every model needs these.
     f"{MODEL}.seq_length": Key(COUNT, required=True),
     f"{MODEL}.hidden_size": Key(COUNT, required=True),
     f"{MODEL}.vocab_size": Key(COUNT, required=True),

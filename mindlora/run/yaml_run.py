@@ -1,4 +1,4 @@
-"""YamlRun: the run that a MindFormers YAML describes, with each fact about it that more than one module asks."""
+"""YamlRun: the run of a MindFormers YAML, with each fact that more than one module needs."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ WRAPPER = "LoraTrainOneStepCell"
 DATA_PARALLEL = (0, "DATA_PARALLEL", "data_parallel")
 # Alone and in data parallel, MindFormers sets gradient_accumulation_steps to 1; in the other modes it accumulates.
 _ALONE = (*DATA_PARALLEL, "STAND_ALONE", "stand_alone")
-# Where one of these is above 1, no rank holds the whole adapter.
+# If one of these is above 1, no rank holds the whole adapter.
 _SPLITS = ("model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
-# Where one of these is above 1, a weight is cut.
+# If one of these is above 1, a weight is cut.
 _CUTS = ("model_parallel", "pipeline_stage", "expert_parallel")
 _NESTED = f"{MODEL}.llm_model.model_config"
-# Where a YAML of a legacy model describes its routed experts.
+# The place of routed experts in a YAML of a legacy model.
 EXPERT_NODES = ("moe_config", f"{MODEL}.moe_config")
 
 _FOLDER = "pretrained_model_dir"
@@ -38,13 +38,13 @@ Data = Union[str, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class YamlRun:
-    """The run that the content of a MindFormers YAML describes.
+    """The run of the content of a MindFormers YAML.
 
-    A fact is worked out when it is first asked for, and kept. So a YamlRun describes the mapping as it was: what
-    changes the mapping, as mindlora-run does after its checks, makes a new YamlRun of it afterwards.
+    A fact is computed at its first use, and kept. So a YamlRun describes the mapping at that time: code that
+    changes the mapping, as mindlora-run does after its checks, builds a new YamlRun afterwards.
 
-    ``at`` and ``setting`` take any mapping. The rest takes one whose nodes are of the right kind (check_shape), and
-    what compares or multiplies numbers one whose values are in range (check_keys).
+    ``at`` and ``setting`` take any mapping. The rest needs nodes of the right kind (check_shape), and
+    arithmetic needs values in range (check_keys).
 
     Attributes:
         config (mapping): The content of the YAML.
@@ -53,11 +53,11 @@ class YamlRun:
     config: Mapping[str, Any]
 
     def at(self, key: str) -> Any:
-        """Returns the value at a dotted key, or None where there is none."""
+        """Returns the value at a dotted key, or None if there is none."""
         return value_at(self.config, key)
 
     def setting(self, key: str) -> Any:
-        """Returns the value of a key in the table of keys; where the YAML has none, the one that MindFormers takes."""
+        """Returns the value of a key in the table of keys, or MindFormers' default."""
         value = self.at(key)
         return KEYS[key].default if value is None else value
 
@@ -90,24 +90,24 @@ class YamlRun:
 
     @functools.cached_property
     def language(self) -> "YamlRun":
-        """The run with the language model as its model: of a multi-modal model, the one with pet_config inside it."""
+        """The run with the language model as its model: for a multi-modal model, the one with pet_config inside it."""
         if self.at(PET) or not self.at(f"{_NESTED}.pet_config"):
             return self
         return YamlRun({**self.config, "model": self.at(f"{MODEL}.llm_model")})
 
     @property
     def language_key(self) -> str:
-        """The key at which the configuration of the language model is."""
+        """The key of the language model's configuration."""
         return MODEL if self.language is self else _NESTED
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Any]:
-        """The node model.model_config; empty where there is none."""
+        """The node model.model_config; empty if there is none."""
         return self.at(MODEL) or {}
 
     @functools.cached_property
     def model(self) -> Dict[str, Any]:
-        """model.model_config; for an mcore model over the config.json in pretrained_model_dir, if that is named."""
+        """model.model_config; for an mcore model, over the config.json in pretrained_model_dir, if that is named."""
         return {**(self._folder_config if self.is_mcore else {}), **self.model_config}
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class YamlRun:
 
     @property
     def head_class(self) -> Optional[str]:
-        """The class of the model, which says what its head is for: model.arch.type, or that of an mcore model."""
+        """The class of the model, which determines its head: model.arch.type, or the class of an mcore model."""
         return self.family if self.is_mcore else self.model_class
 
     @property
@@ -147,7 +147,7 @@ class YamlRun:
 
     @functools.cached_property
     def family(self) -> Optional[str]:
-        """The class of the mcore model, or None if the YAML, and a config.json that it names, do not say."""
+        """The class of the mcore model, or None if the YAML and its config.json do not name it."""
         classes = registry.trained_mcore_classes()
         for source in (self.model_config, self._folder_config):
             named = first_class(source) or classes.get(str(source.get("model_type")))
@@ -157,7 +157,7 @@ class YamlRun:
 
     @functools.cached_property
     def model_name(self) -> Optional[str]:
-        """What the YAML calls its model: the class that MindFormers builds, its configuration's, or model_type."""
+        """The YAML's name of its model: the class that MindFormers builds, its configuration's, or model_type."""
         if self.is_mcore and self.family:
             return self.family
         model = self.model_config
@@ -166,7 +166,7 @@ class YamlRun:
 
     @functools.cached_property
     def legacy_experts(self) -> int:
-        """How many routed experts a layer of a legacy model has; 1 in a dense model."""
+        """The number of routed experts in a layer of a legacy model; 1 in a dense model."""
         if self.is_mcore:
             return 1
         counts = [self.at(f"{node}.expert_num") for node in EXPERT_NODES]
@@ -174,7 +174,7 @@ class YamlRun:
 
     @functools.cached_property
     def architecture(self) -> Optional[Architecture]:
-        """The record of the model's cells, or None where they are not known."""
+        """The record of the model's cells, or None if they are unknown."""
         name = self.model_name
         architecture = registry.by_model_type(name) or registry.by_hugging_face_type(str(name))
         unknown_experts = architecture is not None and self.legacy_experts > 1 and not architecture.experts
@@ -182,19 +182,19 @@ class YamlRun:
 
     @property
     def takes_shifted_labels(self) -> bool:
-        """Whether the model learns the labels as they are: each belongs to the token before it."""
+        """Whether the model learns the labels unshifted: each belongs to the token before it."""
         return self.architecture is not None and self.architecture.takes_shifted_labels
 
     @property
     def base_name(self) -> str:
-        """What callers of a server name the base, unless they are told otherwise."""
+        """The default name of the base in requests to a server."""
         return self.at("trainer.model_name") or "base"
 
     @functools.cached_property
     def base(self) -> Tuple[str, Optional[str]]:
         """The key that names the base, and its path: the one from which MindFormers' Trainer takes the weights.
 
-        MindFormers 1.9 prefers checkpoint.load_path, and takes pretrained_model_dir where nothing else is named and
+        MindFormers 1.9 prefers checkpoint.load_path, and takes pretrained_model_dir if nothing else is named and
         that folder has weights.
         """
         load_path, load_checkpoint, folder = map(self.at, ("checkpoint.load_path", "load_checkpoint", _FOLDER))
@@ -207,7 +207,7 @@ class YamlRun:
 
     @functools.cached_property
     def tokenizer(self) -> Optional[str]:
-        """Where the tokenizer is: the file that processor.tokenizer names, or the folder of the base if it has one."""
+        """The path of the tokenizer: the file in processor.tokenizer, or the folder of the base if it has one."""
         node = self.at("processor.tokenizer") or {}
         named = node.get("tokenizer_file") or node.get("vocab_file")
         if named:
@@ -219,25 +219,25 @@ class YamlRun:
 
     @functools.cached_property
     def base_is_safetensors(self) -> bool:
-        """Whether the base, which is there, is a file of safetensors, or a folder with one."""
+        """Whether the base, which must exist, is a file of safetensors, or a folder with one."""
         path = self.base[1] or ""
         return any(name.endswith(".safetensors") for name in (os.listdir(path) if os.path.isdir(path) else [path]))
 
     @functools.cached_property
     def base_holds_adapter(self) -> bool:
-        """Whether the base has tensors of an adapter among its own: MindFormers saved both while it trained."""
+        """Whether the base has an adapter's tensors among its own, as MindFormers saves both in training."""
         try:
             with BaseCheckpoint(self.base[1] or "") as base:
                 return any("lora" in name for name in base.tensors)
         except LoraError:
-            # What is damaged, or of another model, is refused where it is read.
+            # Damaged files, and those of other models, are refused when they are read.
             return False
 
     # The adapter.
 
     @functools.cached_property
     def pet_config(self) -> Mapping[str, Any]:
-        """The node pet_config; empty where there is none."""
+        """The node pet_config; empty if there is none."""
         return self.at(PET) or {}
 
     @functools.cached_property
@@ -246,22 +246,22 @@ class YamlRun:
 
     @property
     def lora(self) -> Optional[PetLoraConfig]:
-        """What pet_config describes, or None if it is not a valid one."""
+        """The configuration of pet_config, or None if it is invalid."""
         return self._read_pet_config[0]
 
     @property
     def pet_findings(self) -> List[Finding]:
-        """What is wrong in pet_config by itself."""
+        """Faults in pet_config alone."""
         return self._read_pet_config[1]
 
     @functools.cached_property
     def quantizes_base(self) -> bool:
-        """Whether pet_config asks for a base in few bits."""
+        """Whether pet_config requests a quantized base."""
         return bool(self.pet_config.get("quantize_base")) or self.pet_config.get("pet_type") == "qlora"
 
     @property
     def holds_as_stored(self) -> bool:
-        """Whether pet_config asks for the bits in which the base is stored."""
+        """Whether pet_config keeps the bits in which the base is stored."""
         return self.pet_config.get("quantize_base") == AS_STORED
 
     # The train step and the callbacks.
@@ -273,12 +273,12 @@ class YamlRun:
 
     @functools.cached_property
     def accumulates_here(self) -> bool:
-        """Whether the run is alone or data parallel, where mindlora's train step accumulates gradients."""
+        """Whether the run is on one device or data parallel, where mindlora's train step accumulates gradients."""
         return not self.in_parallel or self.parallel_mode in _ALONE
 
     @property
     def steps_by_mindlora(self) -> bool:
-        """Whether mindlora's train step makes the gradients, and not MindFormers'."""
+        """Whether mindlora's train step computes the gradients, rather than MindFormers'."""
         return self.train_step == WRAPPER and self.accumulates_here
 
     @functools.cached_property
@@ -288,12 +288,12 @@ class YamlRun:
 
     @functools.cached_property
     def preference(self) -> Any:
-        """The node runner_wrapper.preference, or None where the run does not learn from preferences."""
+        """The node runner_wrapper.preference, or None if the run does not learn from preferences."""
         return self.at("runner_wrapper.preference")
 
     @functools.cached_property
     def rl(self) -> Any:
-        """The node runner_wrapper.rl, or None where the run does not learn from rewards."""
+        """The node runner_wrapper.rl, or None if the run does not learn from rewards."""
         return self.at("runner_wrapper.rl")
 
     @functools.cached_property
@@ -308,11 +308,11 @@ class YamlRun:
 
     @functools.cached_property
     def callbacks(self) -> List[Tuple[str, Mapping[str, Any]]]:
-        """(Where it is in the YAML, the node) of each callback."""
+        """(Key in the YAML, node) of each callback."""
         return [(f"callbacks.{name}", callback) for name, callback in named_items(self.at("callbacks"))]
 
     def callbacks_of(self, kind: str) -> List[Tuple[str, Mapping[str, Any]]]:
-        """Returns (where it is in the YAML, the node) of each callback of one type."""
+        """Returns (key in the YAML, node) of each callback of one type."""
         return [(where, callback) for where, callback in self.callbacks if callback.get("type") == kind]
 
     # The devices.
@@ -334,7 +334,7 @@ class YamlRun:
 
     @property
     def is_semi_automatic(self) -> bool:
-        """Whether the cells of the run say how MindSpore divides them among devices."""
+        """Whether the cells of the run declare how MindSpore divides them among devices."""
         return self.in_parallel and self.parallel_mode in SEMI_AUTOMATIC
 
     @property
@@ -344,7 +344,7 @@ class YamlRun:
 
     @functools.cached_property
     def split_by(self) -> Optional[str]:
-        """What keeps each rank of a parallel run from holding the whole adapter, in words, or None."""
+        """The setting that keeps each rank of a parallel run from holding the whole adapter, or None."""
         for key in _SPLITS:
             parts = self.setting(f"parallel_config.{key}")
             if parts > 1:
@@ -368,7 +368,7 @@ class YamlRun:
 
     @functools.cached_property
     def stage_offset(self) -> Tuple[int, ...]:
-        """How many layers more than the others each stage of a pipeline has; empty for none."""
+        """Additional layers of each stage of a pipeline; empty for none."""
         if self.setting("parallel_config.pipeline_stage") == 1:
             return ()
         offset = self.at(f"{MODEL}.offset")
@@ -378,7 +378,7 @@ class YamlRun:
 
     @functools.cached_property
     def columns(self) -> Optional[List[str]]:
-        """The columns that train_dataset reads, or None where it does not say so."""
+        """The columns that train_dataset reads, or None if it does not name them."""
         columns = self.at("train_dataset.input_columns")
         return [columns] if isinstance(columns, str) else columns
 
@@ -394,7 +394,7 @@ class YamlRun:
 
     @functools.cached_property
     def held_out_data(self) -> List[Tuple[str, str]]:
-        """(Where the YAML names it, path) of the data of each HeldOutLoss that is there."""
+        """(Key in the YAML, path) of each HeldOutLoss' data that exists."""
         named = [(where, callback.get("dataset_dir")) for where, callback in self.callbacks_of("HeldOutLoss")]
         return [(where, path) for where, path in named if path and os.path.exists(path)]
 
@@ -405,7 +405,7 @@ class YamlRun:
 
     @functools.cached_property
     def data_of_adapters(self) -> List[Tuple[str, str]]:
-        """(Where the YAML names it, path) of the data of its own that each of several adapters has, if it is there."""
+        """(Key in the YAML, path) of the own data of each of several adapters, if it exists."""
         own = [adapter.get("data") if isinstance(adapter, Mapping) else None for adapter in self.adapters]
         named = [(f"{PET}.adapters[{number}].data", path) for number, path in enumerate(own)]
         return [(where, path) for where, path in named if isinstance(path, str) and os.path.exists(path)]
@@ -421,7 +421,7 @@ def data_of(dataset: Optional[Mapping[str, Any]]) -> Optional[Data]:
 
 
 def named_items(items: Optional[Sequence[Any]]) -> Iterator[Tuple[str, Any]]:
-    """Yields (what a message calls it, the item) of a list: its type, or its number if it has none.
+    """Yields (name for messages, item) for a list: the name is the item's type, or its number if it has none.
 
     Numbers of callbacks are not always those of the file, because MindFormers adds one before the others.
     """

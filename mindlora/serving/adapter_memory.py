@@ -1,4 +1,4 @@
-"""The tier of the adapter cache in host memory: AdapterMemory, its counts, and how files are known to have changed."""
+"""The host-memory tier of the adapter cache: AdapterMemory, its counts, and the detection of changed files."""
 
 import collections
 import contextlib
@@ -17,20 +17,20 @@ from mindlora.serving.adapter_registry import AdapterRegistry
 
 logger = logging.getLogger("mindlora")
 
-# How often files are read if a request sees newer ones meanwhile.
+# How often files are read if a request meanwhile sees newer ones.
 _ATTEMPTS = 3
 # Seconds before each try to read files that change while they are read.
 _PAUSES = (0.0, 0.005, 0.02)
-# What adapters.files.read may open; a change of any other file does not change the adapter.
+# Files that adapters.files.read may open; changes of other files do not change the adapter.
 _ENDINGS = (".json", ".safetensors", ".ckpt", ".bin")
 _BESIDE = ("adapter_config.json", "mindformers_adapter_config.json")
 
-# The path, and of each file its name, mtime in ns, size in bytes and inode.
+# The path, and for each file its name, mtime in ns, size in bytes and inode.
 Stamp = Tuple[str, Tuple[Tuple[str, int, int, int], ...]]
 
 
 def stamp_of(path: str) -> Optional[Stamp]:
-    """Returns what changes when files of the adapter at ``path`` are replaced or written to; None if there are none."""
+    """Returns a stamp that changes when files of the adapter at ``path`` are replaced or written, or None."""
     try:
         return path, tuple(sorted(_folder(path) if os.path.isdir(path) else _file(path)))
     except OSError:
@@ -56,13 +56,13 @@ def _described(name, status):
 
 @dataclasses.dataclass
 class Counts:
-    """What happened in one tier since the server started.
+    """Counts of one tier since the server started.
 
     Attributes:
-        hits, misses (int): How often the tier had the adapter, and how often it had to be brought there.
-        loads (int): Adapters brought there: read from disk, or copied into a slot.
-        evictions (int): Adapters that had to make room for others.
-        seconds (float): Spent on loads and failures.
+        hits, misses (int): How often the tier had the adapter, and how often it had to be loaded.
+        loads (int): Adapters loaded: read from disk, or copied into a slot.
+        evictions (int): Adapters removed to make room for others.
+        seconds (float): Time spent on loads and failures.
     """
 
     hits: int = 0
@@ -74,7 +74,7 @@ class Counts:
 
 
 class Tally:
-    """Counts in all and by registered adapter. Its owner sees to it that one thread uses it at a time."""
+    """Counts in total and by registered adapter. Its owner must ensure that one thread uses it at a time."""
 
     def __init__(self, registry: AdapterRegistry):
         self._registry = registry
@@ -82,7 +82,7 @@ class Tally:
         self._adapters: Dict[str, Counts] = {}
 
     def add(self, name: str, field: str, amount: float = 1) -> None:
-        """Adds ``amount`` to a field of Counts, in all and for the adapter ``name``."""
+        """Adds ``amount`` to a field of Counts, in total and for the adapter ``name``."""
         if name not in self._adapters:
             if len(self._adapters) > 2 * len(self._registry) + 64:
                 self._adapters = {old: counts for old, counts in self._adapters.items() if old in self._registry}
@@ -91,13 +91,13 @@ class Tally:
             setattr(counts, field, getattr(counts, field) + amount)
 
     def copy(self) -> Tuple[Counts, Dict[str, Counts]]:
-        """Returns the counts in all and by adapter as they are now."""
+        """Returns a copy of the counts in total and by adapter."""
         adapters = {name: dataclasses.replace(counts) for name, counts in self._adapters.items()}
         return dataclasses.replace(self._all), adapters
 
 
 class Loaded(NamedTuple):
-    """What ``prepare`` returned for an adapter, and a version that is new each time files are read."""
+    """The result of ``prepare`` for an adapter, and a version that is new each time files are read."""
 
     version: int
     packed: Any
@@ -105,7 +105,7 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
-    """The state of the tier: adapters in memory, the bytes that they take and may take, and counts by adapter."""
+    """The state of the tier: adapters in memory, their bytes and the limit, and counts by adapter."""
 
     resident: int
     nbytes: int
@@ -115,7 +115,7 @@ class MemoryStats:
 
 
 class Load(enum.Enum):
-    """Where the reading of an adapter's files has come to."""
+    """The state of reading an adapter's files."""
 
     IDLE = "not asked for"
     ANNOUNCED = "a request has come"
@@ -123,8 +123,8 @@ class Load(enum.Enum):
     READING = "a thread reads"
 
 
-# What may follow each state. ANNOUNCED becomes IDLE where the read is put off until it is urgent; IDLE follows every
-# state if the adapter is forgotten.
+# The states that may follow each state. ANNOUNCED becomes IDLE if the read is postponed until it is urgent; IDLE
+# follows any state if the adapter is forgotten.
 TRANSITIONS = {
     Load.IDLE: (Load.ANNOUNCED, Load.URGENT),
     Load.ANNOUNCED: (Load.URGENT, Load.READING, Load.IDLE),
@@ -135,15 +135,15 @@ TRANSITIONS = {
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
-    """What is known about one adapter.
+    """The record of one adapter.
 
     Attributes:
-        stamp (Stamp or None): That of the files that were read.
-        version (int): 0 while the files have not been read as they are now.
-        packed (Any): What ``prepare`` made of them; None if it is not in memory.
-        fresh (bool): In memory and not yet asked for by take().
-        seen (Stamp or None): What a request saw on the disk meanwhile; None if no request has come.
-        published (bool): It came from memory (publish): no file is read for it, and it is never evicted.
+        stamp (Stamp or None): Stamp of the files that were read.
+        version (int): 0 while the current files have not been read.
+        packed (Any): The result of ``prepare``; None if it is not in memory.
+        fresh (bool): In memory and not yet returned by take().
+        seen (Stamp or None): Stamp that a request saw on the disk meanwhile; None without such a request.
+        published (bool): It comes from memory (publish): no file is read for it, and it is never evicted.
     """
 
     stamp: Optional[Stamp] = None
@@ -163,17 +163,17 @@ class _Entry:
 
 
 class AdapterMemory:
-    """Adapters in host memory: least recently used ones make room, one read serves all who wait for it.
+    """Adapters in host memory: the least recently used are evicted, and one read serves all waiting requests.
 
     A request's arrival (``prefetch``) looks at the files: if they are new or have changed, a thread reads them. A
-    failure is kept with its message until the files change. ``take`` and ``version`` only look at what is known, never
+    failure is kept with its message until the files change. ``take`` and ``version`` only look at the records, never
     at the disk, and never wait. Any thread may call any method.
 
     Args:
         prepare (callable): Takes a path; returns an object with ``nbytes``, or raises LoraError. Runs in the thread.
-        max_bytes (int): Room for what ``prepare`` returns; what is being read comes on top.
-        threads (int): How many adapters are read at once.
-        on_ready (callable or None): Called in the thread, with the name of an adapter that was read or has failed.
+        max_bytes (int): Limit for the results of ``prepare``; adapters being read come on top.
+        threads (int): Number of adapters read at once.
+        on_ready (callable or None): Called in the thread with the name of an adapter that was read or has failed.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class AdapterMemory:
         self._versions = itertools.count(1)
         self._tally = Tally(registry)
         self._entries: Dict[str, _Entry] = {}
-        # Names of those in memory, the least recently used first.
+        # Names of adapters in memory, the least recently used first.
         self._recent: "collections.OrderedDict[str, None]" = collections.OrderedDict()
-        # Names to be read, in the order in which the queues are looked at.
+        # Names to be read, in the queues' order of priority.
         self._queues: Dict[Load, Deque[str]] = {load: collections.deque() for load in (Load.URGENT, Load.ANNOUNCED)}
         self._changed = threading.Condition()
         self._closed = False
@@ -205,10 +205,10 @@ class AdapterMemory:
             thread.start()
 
     def publish(self, name: str, packed: Any) -> None:
-        """Makes ``packed`` the adapter of that name from the next request on, with a version of its own.
+        """Makes ``packed`` the adapter of that name from the next request on, with a new version.
 
-        Its name must be registered, by AdapterRegistry.publish. So what was computed with the values of before, the
-        keys and values of a prompt, is not used with the new ones.
+        Its name must be registered by AdapterRegistry.publish. Results computed with the earlier values, such as the
+        keys and values of a prompt, are then not used with the new ones.
         """
         with self._changed:
             entry = self._entry(name)
@@ -217,9 +217,9 @@ class AdapterMemory:
             entry.version = next(self._versions)
 
     def prefetch(self, name: str, held: Optional[int] = None) -> None:
-        """Asks for the adapter's files unless they are known as they are now, or a slot has that version (``held``).
+        """Requests the adapter's files unless their current state is known, or a slot has that version (``held``).
 
-        A request has come. Raises AdapterNotFoundError if the adapter is not registered.
+        It is called when a request arrives. Raises AdapterNotFoundError if the adapter is not registered.
         """
         self.registry.refresh()
         path = self.registry.path(name)
@@ -233,7 +233,7 @@ class AdapterMemory:
             if entry.load is not Load.IDLE:
                 entry.seen = stamp
                 return
-            # Files out of reach for a moment, as while a folder is replaced, leave what was known.
+            # Files that are missing for a moment, as while a folder is replaced, leave the record unchanged.
             if stamp != entry.stamp and not (stamp is None and entry.version):
                 self._drop(name, entry)
                 entry.forget()
@@ -246,7 +246,7 @@ class AdapterMemory:
                 self._recent.move_to_end(name)
 
     def version(self, name: str) -> Optional[int]:
-        """Returns the version of the adapter's newest known files, or None while they have not been read.
+        """Returns the version of the adapter's newest known files, or None until they have been read.
 
         Raises LoraError if they cannot be used.
         """
@@ -256,7 +256,7 @@ class AdapterMemory:
             return entry.version or None if entry else None
 
     def take(self, name: str) -> Optional[Loaded]:
-        """Returns the adapter for a slot that waits for it; if it is not in memory, has it read and returns None.
+        """Returns the adapter for a waiting slot; if it is not in memory, requests its reading and returns None.
 
         Raises LoraError if its files cannot be used.
         """
@@ -272,7 +272,7 @@ class AdapterMemory:
             return None
 
     def load(self, name: str) -> None:
-        """Reads the adapter if need be, and waits until that is done; raises LoraError if it cannot be used."""
+        """Reads the adapter if needed, and waits until it is read; raises LoraError if it cannot be used."""
         self.prefetch(name)
         with self._changed:
             entry = self._entry(name)
@@ -283,7 +283,7 @@ class AdapterMemory:
         self.registry.path(name)
 
     def forget(self, name: str) -> None:
-        """Drops all that is known about the adapter."""
+        """Drops the record of the adapter."""
         with self._changed:
             self._remove(name)
 
@@ -293,7 +293,7 @@ class AdapterMemory:
             return MemoryStats(len(self._recent), self._nbytes, self._max_bytes, *self._tally.copy())
 
     def close(self) -> None:
-        """Ends the thread once it has read what it is reading."""
+        """Ends the thread after its current read."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -308,7 +308,7 @@ class AdapterMemory:
         return self._entries[name]
 
     def _prune(self):
-        """Forgets adapters whose folders are gone, so that names that come and go do not add up."""
+        """Forgets adapters whose folders are gone, so that records of short-lived names do not accumulate."""
         for name in [name for name in self._entries if name not in self.registry]:
             self._remove(name)
 
@@ -320,7 +320,7 @@ class AdapterMemory:
                 self._move(entry, Load.IDLE)
 
     def _drop(self, name: str, entry: _Entry) -> None:
-        """Takes an adapter out of memory, if it is there; what is known about its files stays."""
+        """Removes an adapter from memory, if it is there; the record of its files stays."""
         if entry.packed is not None:
             if not entry.published:
                 del self._recent[name]
@@ -329,7 +329,7 @@ class AdapterMemory:
             entry.fresh = False
 
     def _hurry(self, name: str, entry: _Entry) -> None:
-        """Puts the adapter before those that are only announced."""
+        """Moves the adapter before those that are only announced."""
         if entry.load in (Load.IDLE, Load.ANNOUNCED):
             self._queue(name, entry, Load.URGENT)
 
@@ -338,11 +338,11 @@ class AdapterMemory:
             entry.seen = None
             self._tally.add(name, "misses")
         self._move(entry, load)
-        # A name that was announced before stays there, and is passed over.
+        # An earlier announcement stays in the queue and is skipped.
         self._queues[load].append(name)
 
     def _move(self, entry: _Entry, load: Load) -> None:
-        """Brings a load to another state, and wakes those who wait for that."""
+        """Moves a load to another state, and wakes the threads that wait for it."""
         if load not in TRANSITIONS[entry.load]:
             raise RuntimeError(f"The load of an adapter cannot go from {entry.load.name} to {load.name}.")
         entry.load = load
@@ -359,14 +359,14 @@ class AdapterMemory:
                 self._load(name, entry)
 
     def _next(self) -> Tuple[str, Optional[_Entry]]:
-        """Returns what to read next; no entry if there is nothing to read after all."""
+        """Returns the next adapter to read; no entry if none is left."""
         load, queue = next((load, queue) for load, queue in self._queues.items() if queue)
         name = queue.popleft()
         entry = self._entries.get(name)
         if not entry or entry.load is not load:
             return name, None
         if load is Load.ANNOUNCED and self._is_full_of_fresh_ones():
-            # It is read once a slot waits for it. Now it would push out one that is needed sooner.
+            # It is read once a slot waits for it. Reading it now would evict one that is needed sooner.
             self._move(entry, Load.IDLE)
             return name, None
         self._move(entry, Load.READING)
@@ -393,7 +393,7 @@ class AdapterMemory:
             self.on_ready(name)
 
     def _read(self, name: str) -> Tuple[Optional[Stamp], Any, Optional[LoraError]]:
-        """Returns the stamp of the files that were read, and what prepare made of them or why it could not."""
+        """Returns the stamp of the files that were read, and the result or the error of prepare."""
         path = name
         stamp = None
         try:
@@ -407,14 +407,14 @@ class AdapterMemory:
                     self._check_size(packed, path)
                 except LoraError as problem:
                     error = problem
-                # Else it may be half of one adapter and half of another.
+                # Otherwise it may be half of one adapter and half of another.
                 if stamp_of(path) == stamp:
                     return stamp, packed, error
             raise AdapterFormatError(f"{path} changes while it is read. Send the request again once it has been saved.")
         except LoraError as problem:
             return stamp, None, problem
         except Exception as problem:
-            # Whatever it is, it concerns this adapter alone; the others go on.
+            # Any error concerns this adapter alone; the others continue.
             logger.exception("%s: an adapter could not be read.", path)
             return stamp, None, AdapterFormatError(f"{path} cannot be read: {type(problem).__name__}: {problem}.")
 
@@ -447,6 +447,6 @@ class AdapterMemory:
 
 
 def _raise(entry: Optional[_Entry]) -> None:
-    """Raises the error of an adapter that could not be read; its traceback would grow with each time."""
+    """Raises the error of an adapter that could not be read, without its traceback, which would grow each time."""
     if entry and entry.error:
         raise entry.error.with_traceback(None)

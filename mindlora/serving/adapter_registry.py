@@ -1,4 +1,4 @@
-"""AdapterRegistry: the names of the adapters on disk and where each is, with nothing read but one folder's entries."""
+"""AdapterRegistry: the names and paths of the adapters on disk; it reads nothing except one folder's entries."""
 
 import bisect
 import contextlib
@@ -11,22 +11,22 @@ from typing import Callable, Dict, List, Mapping, Optional, Set, Tuple
 from mindlora.core.errors import AdapterNotFoundError, ConfigError, RequestError
 from mindlora.core.text import shown
 
-# Seconds between two looks at the folder's time.
+# Seconds between two checks of the folder's mtime.
 _PATIENCE = 1.0
-# Candidates on either side of a name that was not found.
+# Number of candidates on either side of a name that was not found.
 _NEIGHBOURS = 16
 
 
 class AdapterRegistry:
-    """Names and paths of adapters: the subfolders of a folder, and any that are named one by one.
+    """Names and paths of adapters: the subfolders of a folder, and adapters that are named one by one.
 
-    A name is only ever looked up, never made into a path. The folder is listed again when its mtime has changed, at
+    A name is only looked up, never turned into a path. The folder is listed again when its mtime has changed, at
     most once a second, by ``refresh``; nothing in a subfolder is read. Subfolders whose names begin with a dot
-    (half-written adapters) or cannot be printed are left out. A name given one by one goes before a subfolder. Any
-    thread may call any method.
+    (half-written adapters) or cannot be printed are left out. A name given one by one takes precedence over a
+    subfolder. Any thread may call any method.
 
     Raises:
-        ConfigError: ``folder`` is not a folder or is itself an adapter, there is nothing at one of ``paths``, or a name
+        ConfigError: ``folder`` is not a folder or is itself an adapter, one of ``paths`` does not exist, or a name
             is empty or holds control characters.
     """
 
@@ -67,7 +67,7 @@ class AdapterRegistry:
         return name in self._paths
 
     def check_base_name(self, name: str) -> None:
-        """Raises ConfigError if an adapter is called ``name`` as the base is, and so could not be asked."""
+        """Raises ConfigError if an adapter has the base's name ``name``, so that requests could not choose it."""
         if name in self:
             raise ConfigError(
                 f"There is an adapter {shown(name)}, and the base has this name too: call the adapter something else "
@@ -89,7 +89,7 @@ class AdapterRegistry:
         return path
 
     def without_paths(self, message: str) -> str:
-        """Returns a message for clients: where it says at which path an adapter is, it names the adapter."""
+        """Returns a message for clients, with adapters' names in place of their paths."""
         with self._lock:
             paths = dict(self._paths)
         for name in sorted(paths, key=lambda name: -len(paths[name])):
@@ -105,17 +105,17 @@ class AdapterRegistry:
             if self.folder is None or now - self._looked < _PATIENCE:
                 return
             self._looked = now
-            # While the folder is out of reach, what was known stays.
+            # While the folder cannot be read, the last list stays.
             with contextlib.suppress(OSError):
                 self._list(self.folder)
 
     def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> Optional[str]:
-        """Adds an adapter while the server runs, and returns the path that had the name before.
+        """Adds an adapter while the server runs, and returns the previous path of the name.
 
         Args:
             path (str): A folder or file; relative to the registry's folder if there is one.
             restricted (bool): Whether the path must be in the registry's folder, links followed.
-            replace (bool): Whether the name may be taken.
+            replace (bool): Whether an adapter of this name may be replaced.
 
         Raises RequestError if the name is taken, empty or holds control characters, or the path is not allowed or holds
         nothing.
@@ -134,7 +134,7 @@ class AdapterRegistry:
         return before
 
     def publish(self, name: str) -> None:
-        """Adds the name of an adapter that lies in memory alone (AdapterMemory.publish); it stands for its path too."""
+        """Adds the name of an adapter that is only in memory (AdapterMemory.publish); the name serves as its path."""
         with self._lock:
             self._named[_checked_name(name)] = name
             self._merge()
@@ -152,7 +152,7 @@ class AdapterRegistry:
             self._merge()
 
     def _allowed(self, path: str) -> str:
-        """Returns the real path of what may be registered."""
+        """Returns the real path of an adapter that may be registered."""
         if self.folder is None:
             raise RequestError(
                 "Adapters can be loaded at run time from the folder of --adapters, but there is none. Start the server "
@@ -160,7 +160,7 @@ class AdapterRegistry:
             )
         root = os.path.realpath(self.folder)
         real = root if "\0" in path else os.path.realpath(os.path.join(root, path))
-        # One answer for what is outside and what does not exist, which tells nobody what else is on the disk.
+        # The same answer for paths outside the folder and missing ones reveals nothing about the disk.
         if real == root or os.path.commonpath((root, real)) != root or not os.path.exists(real):
             raise RequestError(
                 f"There is no adapter at {shown(path)} in the server's folder of adapters. Give a path in it."
@@ -174,7 +174,7 @@ class AdapterRegistry:
         with os.scandir(folder) as entries:
             shown_ones = (one for one in entries if one.name.isprintable() and not one.name.startswith("."))
             self._listed = {entry.name: entry.path for entry in shown_ones if entry.is_dir()}
-        # A change within the resolution of the file system's clock might not be seen: then it is listed once more.
+        # A change within the resolution of the file system's clock may be missed, so the folder is listed once more.
         self._mtime = mtime if time.time_ns() - mtime > _PATIENCE * 1e9 else -1
         self._hidden.intersection_update(self._listed)
         self._merge()
@@ -185,13 +185,13 @@ class AdapterRegistry:
         self._sorted = None
 
     def _in_order(self):
-        """Returns the names in order, and spelt backwards in order."""
+        """Returns the sorted names, and the sorted reversed names."""
         if self._sorted is None:
             self._sorted = sorted(self._paths), sorted(name[::-1] for name in self._paths)
         return self._sorted
 
     def _hint(self, name: str) -> str:
-        """Returns the names most like ``name``, among those that share its beginning or its end, as a sentence."""
+        """Returns a sentence with the most similar names that share the beginning or the end of ``name``."""
         with self._lock:
             forwards, backwards = self._in_order()
         if not forwards:

@@ -1,4 +1,4 @@
-"""AdapterSlots: which adapter is in which slot of the pools, and who uses it."""
+"""AdapterSlots: the adapters in the slots of the pools, and their users."""
 
 import collections
 import dataclasses
@@ -18,8 +18,8 @@ class AdapterStats:
     Attributes:
         registered (int): Adapters on disk.
         memory (MemoryStats): The tier in host memory.
-        slots, used, leased (int): Slots in all, those with an adapter, and those of them that requests use.
-        counts (Counts): A hit is a lease of an adapter that had a slot, a miss one for which a slot was written.
+        slots, used, leased (int): All slots, slots with an adapter, and slots that requests use.
+        counts (Counts): A hit is a lease of an adapter with a slot, a miss one for which a slot was written.
     """
 
     registered: int
@@ -33,7 +33,7 @@ class AdapterStats:
 
 
 class _Slot:
-    """A slot of the pools. ``name`` is None while it is empty, or holds an adapter that no request may get any more."""
+    """A slot of the pools. ``name`` is None while it is empty, or holds an adapter that is closed to new requests."""
 
     def __init__(self, number: int):
         self.number = number
@@ -44,10 +44,10 @@ class _Slot:
 
 
 class AdapterSlots:
-    """The adapter cache as the scheduler and the server see it; the least recently used adapter makes room.
+    """The adapter cache for the scheduler and the server; it evicts the least recently used adapter.
 
     The thread of the engine calls begin_step, acquire and release; any thread may call the other methods. ``write``
-    takes a slot and what memory's ``prepare`` returned, copies it into the pools, and runs in acquire's thread.
+    takes a slot and a result of memory's ``prepare``, copies it into the pools, and runs in acquire's thread.
     """
 
     def __init__(self, memory: AdapterMemory, slots: int, write: Callable[[int, Any], None]):
@@ -59,21 +59,21 @@ class AdapterSlots:
         self._slots = [_Slot(number) for number in range(slots)]
         # Name -> the slot with its newest version.
         self._current: Dict[str, _Slot] = {}
-        # Numbers of the slots that nobody uses, the next to be written first: empty ones, then by their last use.
+        # Numbers of unused slots in the order in which they are written: empty ones, then by their last use.
         self._idle: "collections.OrderedDict[int, None]" = collections.OrderedDict.fromkeys(range(slots))
         self._pinned: Set[str] = set()
         self._writes = self._asked = 0
 
     def begin_step(self) -> None:
-        """A step begins: from here to the next, one slot may be written."""
+        """Begins a step, in which one slot may be written."""
         self._writes = self._asked = 0
 
     def acquire(self, name: str) -> Optional[Lease]:
         """Returns a lease of a slot that holds the adapter; the adapter stays there until it is released.
 
-        None if the adapter is being read, no slot is free, or this step has written one already.
+        None if the adapter is being read, no slot is free, or this step has already written one.
 
-        Raises LoraError if the adapter is not registered (any more) or its files cannot be used.
+        Raises LoraError if the adapter is no longer registered or its files cannot be used.
         """
         self.registry.path(name)
         version = self.memory.version(name)
@@ -82,7 +82,7 @@ class AdapterSlots:
             if slot and slot.version == version:
                 self._tally.add(name, "hits")
                 return self._lease(slot)
-            # Adapters for which no slot can be had are not read: they would only push others out of memory.
+            # Adapters are not read while no slot is available: they would only evict others from memory.
             if not self._victim(name) or self._asked >= max(1, len(self._idle)):
                 return None
             self._asked += 1
@@ -107,7 +107,7 @@ class AdapterSlots:
             return self._place(name, victim, loaded, time.perf_counter() - begin)
 
     def release(self, lease: Lease) -> None:
-        """Gives a lease back. The adapter keeps its slot until another one needs it."""
+        """Returns a lease to the cache. The adapter keeps its slot until another one needs it."""
         with self._lock:
             slot = self._slots[lease.slot]
             if not slot.users or slot.version != lease.version:
@@ -117,12 +117,12 @@ class AdapterSlots:
                 self._make_idle(slot)
 
     def lacks_slot(self, name: str) -> bool:
-        """Returns whether an adapter that acquire does not give waits for the leases of others, which use all slots."""
+        """Returns whether acquire fails because the leases of others use all slots."""
         with self._lock:
             return self._victim(name) is None
 
     def prefetch(self, name: str) -> None:
-        """Looks at the adapter's files and has them read, if need be, before a slot asks for them. A request has come.
+        """Checks the adapter's files when a request arrives, and starts reading them, if needed, before a slot does.
 
         Raises AdapterNotFoundError if it is not registered.
         """
@@ -132,7 +132,7 @@ class AdapterSlots:
         self.memory.prefetch(name, held)
 
     def pin(self, name: str) -> None:
-        """Keeps the adapter in its slot once it has one, whether it is used or not.
+        """Keeps the adapter in its slot once it has one, even if it is unused.
 
         Raises AdapterNotFoundError if it is not registered, or RequestError if no slot would be left for others.
         """
@@ -149,10 +149,10 @@ class AdapterSlots:
                 self._idle.pop(slot.number, None)
 
     def register(self, name: str, path: str, restricted: bool = True, replace: bool = False) -> None:
-        """Adds an adapter and waits until it has been read and checked; if LoraError is raised, all is as it was.
+        """Adds an adapter and waits until it has been read and checked; after a LoraError, nothing has changed.
 
-        If it replaces another, new requests get the new adapter, and those that run keep the old one. The arguments are
-        those of AdapterRegistry.register.
+        If it replaces another, new requests get the new adapter, and running ones keep the old one. The arguments are
+        as in AdapterRegistry.register.
         """
         before = self.registry.register(name, path, restricted, replace)
         try:
@@ -165,7 +165,7 @@ class AdapterSlots:
             raise
 
     def unregister(self, name: str) -> None:
-        """Removes an adapter: it takes no more requests, and its slot is free once those that run with it have ended.
+        """Removes an adapter: it takes no more requests, and its slot is free once its running requests have ended.
 
         Raises AdapterNotFoundError if there is none of that name.
         """
@@ -191,14 +191,14 @@ class AdapterSlots:
             )
 
     def _victim(self, name: str) -> Optional[_Slot]:
-        """Returns the slot to write the adapter to: the one with its old version if nobody uses it, or the next."""
+        """Returns the slot for the adapter: the one with its old version if it is unused, or else the next."""
         old = self._current.get(name)
         if old and not old.users:
             return old
         return self._slots[next(iter(self._idle))] if self._idle else None
 
     def _place(self, name: str, slot: _Slot, loaded: Loaded, seconds: float) -> Lease:
-        """Notes that an adapter has come into a slot; one with an older version is left to those that still use it."""
+        """Records that an adapter is in a slot; a slot with an older version is left to its users."""
         old = self._current.get(name)
         if old:
             self._empty(old)
@@ -218,7 +218,7 @@ class AdapterSlots:
         return Lease(name or slot.name or "", slot.number, slot.version, slot.invocation_tokens)
 
     def _empty(self, slot: _Slot, evicted: bool = False) -> None:
-        """Nobody gets the slot's adapter from it any more."""
+        """Closes the slot's adapter to new requests."""
         if slot.name is None:
             return
         if evicted:

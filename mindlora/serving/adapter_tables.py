@@ -1,6 +1,6 @@
 """AdapterTables: an adapter's own input embedding and output head, which stay in host memory.
 
-A step looks up a few rows of the one, and multiplies a few tokens with the other, so that neither needs a slot.
+A step looks up a few rows of the first and multiplies a few tokens by the second, so neither needs a slot.
 """
 
 from typing import List, NamedTuple, NoReturn, Optional, Tuple
@@ -20,8 +20,8 @@ class BaseTables(NamedTuple):
 
     Attributes:
         embedding (array): [vocabulary, hidden], of any dtype; on a CPU MindSpore's own memory.
-        tied (bool): Whether it is the output head too.
-        head (array or None): [vocabulary, hidden] of the output head; None if it is not known.
+        tied (bool): Whether it is also the output head.
+        head (array or None): [vocabulary, hidden] of the output head; None if it is unknown.
     """
 
     embedding: np.ndarray
@@ -29,7 +29,7 @@ class BaseTables(NamedTuple):
     head: Optional[np.ndarray] = None
 
     def weight_of(self, name: str) -> Optional[np.ndarray]:
-        """Returns the table that is the parameter ``name`` (MindFormers' name), or None for any other."""
+        """Returns the table of the parameter ``name`` (MindFormers' name), or None for other parameters."""
         path = name.rpartition(".")[0]
         if path in names.embeddings() or self.tied and path in names.output_heads():
             return self.embedding
@@ -37,12 +37,12 @@ class BaseTables(NamedTuple):
 
 
 class AdapterTables(NamedTuple):
-    """What an adapter has in the place of the base's tables, in float32.
+    """An adapter's replacements of the base's tables, in float32.
 
     Attributes:
-        embedding (array or None): [vocabulary, hidden] of its own.
+        embedding (array or None): Its own [vocabulary, hidden].
         pair (tuple or None): A^T [vocabulary, r] and scale B^T [r, hidden], whose product is added to the embedding.
-        head (array or None): [vocabulary, hidden] of its own.
+        head (array or None): Its own [vocabulary, hidden].
     """
 
     embedding: Optional[np.ndarray] = None
@@ -51,7 +51,7 @@ class AdapterTables(NamedTuple):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether tokens are embedded otherwise than by the base."""
+        """Whether it changes the base's embedding of tokens."""
         return self.embedding is not None or self.pair is not None
 
     @property
@@ -66,16 +66,16 @@ class AdapterTables(NamedTuple):
         return rows if self.pair is None else rows + self.pair[0][tokens] @ self.pair[1]
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Returns float32 [vocabulary] after a token, of what the head takes for it, float32 [hidden]."""
+        """Returns the logits, float32 [vocabulary], after a token, given the head's input for it, float32 [hidden]."""
         return self.head @ hidden
 
 
 def take_tables(adapter: Adapter, base: Optional[BaseTables], source: str) -> AdapterTables:
-    """Takes its embedding and output head off an adapter, which is left with the pairs of linear cells.
+    """Removes the embedding and output head from an adapter, which keeps the pairs of linear cells, and returns them.
 
-    ``base`` is None where nothing can take the place of its tables.
+    ``base`` is None if its tables cannot be replaced.
 
-    Raises UnexpectedTensorsError for other saved modules, and where there is no base; ShapeMismatchError for tables of
+    Raises UnexpectedTensorsError for other saved modules, and without a base; ShapeMismatchError for tables of
     another vocabulary.
     """
     others = [name for name in adapter.saved_modules if not tied_embeddings.is_of_vocabulary(name)]
@@ -120,7 +120,7 @@ def _take_pair(adapter: Adapter, paths: List[str]) -> Optional[Tuple[np.ndarray,
 
 
 def _with_pair(adapter: Adapter, head: Optional[np.ndarray], source: str) -> Optional[np.ndarray]:
-    """Returns a saved head with the pair that is on it, which it replaces."""
+    """Returns a saved head with the pair on it added, which it replaces."""
     path = next((path for path in adapter.paths if names.is_output_head(path)), None)
     if head is None or path is None:
         return head
@@ -132,7 +132,7 @@ def _with_pair(adapter: Adapter, head: Optional[np.ndarray], source: str) -> Opt
 
 
 def refuse_served(source: str, content: str) -> NoReturn:
-    """Raises UnexpectedTensorsError for what an adapter holds and no server takes, with the way out."""
+    """Raises UnexpectedTensorsError, with the way out, for parts of an adapter that no server takes."""
     raise UnexpectedTensorsError(
         f"{source} cannot be served beside other adapters: it holds {content}. Merge it into its base with "
         "`mindlora base merge`, and serve that."

@@ -1,4 +1,4 @@
-"""The answer to a request: as it comes (Stream), whole (Answer), and what several took (Figures)."""
+"""The answer to a request: as it arrives (Stream), complete (Answer), and the costs of several (Figures)."""
 
 import dataclasses
 import statistics
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one step adds to an answer.
+    """The part that one step adds to an answer.
 
     Attributes:
         text (str): Text that is final; may be empty.
-        tokens (list of int): The new tokens, an end token included.
+        tokens (list of int): The new tokens, including an end token.
         logprobs (list of Sampled or None): One for each token, if the request asks for logprobs.
         prompt_logprobs (list of Sampled or None): In the first piece, one for each token of the prompt, if the request
-            asks for prompt_logprobs. Those before scored_from have the logprob None.
+            asks for prompt_logprobs. Tokens before scored_from have the logprob None.
         vectors (array or None): In the last piece, float32 [tokens, width], if the request is a reading.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" in the last piece, else None.
         error (Exception or None): Why the request failed, with "error".
@@ -63,7 +63,7 @@ Listener = Callable[[Piece], None]
 
 
 class Stream:
-    """The pieces of one answer: iterate over them in another thread than the engine's, or add a listener."""
+    """The pieces of one answer: iterate over them outside the engine's thread, or add a listener."""
 
     def __init__(self, request: Request, cancel: Callable[[Request], None]):
         self.request = request
@@ -74,13 +74,13 @@ class Stream:
         self._ended = False
 
     def cancel(self) -> None:
-        """Ends the request, at any moment and from any thread; does nothing if it has ended."""
+        """Ends the request, at any moment and from any thread; has no effect if it has ended."""
         self._cancel(self.request)
 
     def add_listener(self, listener: Listener) -> None:
-        """Gives all pieces, those that have come already included, to ``listener``, one at a time and in order.
+        """Passes all pieces, including earlier ones, to ``listener``, one at a time and in order.
 
-        It is called in the engine's thread, which waits for it, or in that of whoever calls cancel or this method.
+        It is called in the engine's thread, which waits for it, or in the thread that calls cancel or this method.
         """
         with self._changed:
             self._listener = listener
@@ -89,7 +89,7 @@ class Stream:
             self._pieces = []
 
     def put(self, piece: Piece) -> None:
-        """Adds a piece; what comes after the last one is dropped."""
+        """Adds a piece; pieces after the last one are dropped."""
         with self._changed:
             if self._ended:
                 return
@@ -101,7 +101,7 @@ class Stream:
                 self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yields pieces as they come, up to the last one; then raises the request's error, if it failed."""
+        """Yields pieces as they arrive, up to the last one; then raises the request's error, if it failed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pieces)
@@ -122,13 +122,13 @@ class Answer:
     """The answer to one request.
 
     Attributes:
-        adapter (str or None): Who answered; None for the base.
+        adapter (str or None): The adapter that answered; None for the base.
         finish_reason (str): "stop", "length", "cancelled" or "error".
         error (str or None): Why it failed, with "error".
-        prompt_tokens, cached_tokens, tokens (int): Tokens of the prompt, those of them whose keys and values were in
-            the cache already, and tokens of the answer.
-        first_token_seconds (float or None): Time from asking to the first token; None if there was none.
-        logprobs (list of dict or None): For each token its text, "logprob" and the likeliest ones, "top", if asked for.
+        prompt_tokens, cached_tokens, tokens (int): Tokens of the prompt, those whose keys and values were already in
+            the cache, and tokens of the answer.
+        first_token_seconds (float or None): Time from the request to the first token; None if there was none.
+        logprobs (list of dict or None): For each token its text, "logprob" and the likeliest ones, "top", if requested.
     """
 
     prompt: str
@@ -145,7 +145,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What several answers took together.
+    """The costs of several answers together.
 
     Attributes:
         prompt_tokens, tokens (int): Tokens of prompts and of answers.
@@ -178,7 +178,7 @@ class Figures:
 def await_answer(
     stream: Stream, prompt: str, token_texts: "TokenTexts", write: Optional[Callable[[str], object]] = None
 ) -> Answer:
-    """Waits for an answer and returns it, also if the request failed; ``write`` takes each piece of its text."""
+    """Waits for an answer and returns it, even if the request failed; ``write`` takes each piece of its text."""
     texts: List[str] = []
     logprobs: Optional[List[Dict[str, Any]]] = None if stream.request.sampling.logprobs is None else []
     reason = "error"
@@ -209,7 +209,7 @@ def await_answer(
 
 
 def figures_of(answered: Iterable[Tuple[Answer, Stream]]) -> Figures:
-    """Returns what answers took, each given with the stream that it came from."""
+    """Returns the figures of answers, each given with its stream."""
     pairs = list(answered)
     answers = [answer for answer, _ in pairs]
     requests = [stream.request for _, stream in pairs]

@@ -1,31 +1,31 @@
-"""BlockPool: the blocks of the key-value cache, who uses them, and which hold a beginning that was computed before."""
+"""BlockPool: the blocks of the key-value cache, their users, and the computed beginnings of texts that they hold."""
 
 import collections
 from typing import Dict, Hashable, List, Optional, Sequence, Tuple
 
-# What a full block holds: salt, number of the content before it (0 at the start), its tokens.
+# Content of a full block: salt, number of the content before it (0 at the start), its tokens.
 _Content = Tuple[Hashable, int, Tuple[int, ...]]
 
 
 class BlockPool:
-    """Hands out blocks of the cache, and finds those that hold the beginning of a prompt already.
+    """Hands out blocks of the cache, and finds blocks that already hold the beginning of a prompt.
 
-    The key of a token depends on all tokens before it and on the adapter. So a full block is known by its content:
-    the salt (the adapter, its version, what the request asks for), the content of the block before it, and its tokens.
+    The key of a token depends on all tokens before it and on the adapter. So a full block is identified by its content:
+    the salt (the adapter, its version, the request's own salt), the content of the block before it, and its tokens.
     Each content has a number, and a dictionary leads from (salt, number of the content before, tokens) to the block. It
-    compares these themselves and not their hash alone, so no collision shows anyone the keys of another text. Hash
+    compares these themselves and not only their hash, so no collision exposes the keys of another text. Hash
     chains over blocks are from vLLM (Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention,
     2023).
 
-    Only full blocks are shared, and nothing writes to a full block. A full block that nobody uses any more keeps its
-    content until the block is needed: the one that was used least recently goes first. A block goes before the block
-    that its text continues, as users of the one use the other too, and give it back first.
+    Only full blocks are shared, and full blocks are not written to. A full block without users keeps its
+    content until the block is needed: the least recently used one goes first. A block goes before the block
+    that its text continues, whose users include its own, since it is freed first.
 
     The pool is not locked: calls must not overlap.
 
     Attributes:
-        hits (int): Blocks that share() gave and that did not have to be computed.
-        evictions (int): Contents that were given up because a block was needed.
+        hits (int): Blocks from share(), which did not have to be computed.
+        evictions (int): Contents that were dropped because a block was needed.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -34,7 +34,7 @@ class BlockPool:
         self.hits = self.evictions = 0
         self._free = list(range(num_blocks))[::-1]
         self._users = [0] * num_blocks
-        # Full blocks without users, in the order in which they are given up.
+        # Full blocks without users, in the order of their eviction.
         self._unused: "collections.OrderedDict[int, None]" = collections.OrderedDict()
         self._block_of: Dict[_Content, int] = {}
         self._content_of: Dict[int, _Content] = {}
@@ -43,25 +43,25 @@ class BlockPool:
 
     @property
     def blocks_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Number of empty blocks."""
         return len(self._free)
 
     @property
     def blocks_cached(self) -> int:
-        """Blocks that nobody uses and whose content is kept."""
+        """Number of unused blocks whose content is kept."""
         return len(self._unused)
 
     @property
     def blocks_available(self) -> int:
-        """Blocks that allocate() can give: the free and the cached ones."""
+        """Number of blocks that allocate() can return: the free and the cached ones."""
         return len(self._free) + len(self._unused)
 
     def users(self, block: int) -> int:
-        """Returns how many requests use a block."""
+        """Returns the number of requests that use a block."""
         return self._users[block]
 
     def allocate(self, count: int = 1) -> List[int]:
-        """Returns ``count`` blocks to write to, at most blocks_available, which nobody else uses."""
+        """Returns ``count`` blocks to write to, at most blocks_available, for one user."""
         if count > self.blocks_available:
             raise IndexError(f"{count} blocks were asked for, and {self.blocks_available} are available.")
         while len(self._free) < count:
@@ -73,7 +73,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Takes back the blocks of a request, in the order of its text. The full ones keep their content."""
+        """Frees the blocks of a request, given in the order of its text. Full blocks keep their content."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -85,8 +85,8 @@ class BlockPool:
     def find(self, salt: Hashable, tokens: Sequence[int], common: int = 0, common_salt: Hashable = None) -> List[int]:
         """Returns the full blocks with this salt that hold the beginning of a text, in order, without taking them.
 
-        Blocks that end within the first ``common`` tokens have the salt ``common_salt``. The last token is never among
-        them: it must be computed for what follows it.
+        Blocks that end within the first ``common`` tokens have the salt ``common_salt``. They never include the last
+        token, which must be computed for the next one.
         """
         size = self.block_size
         number = 0
@@ -101,16 +101,16 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Makes a request one of the users of blocks that find() gave."""
+        """Makes a request a user of blocks from find()."""
         for block in blocks:
             self._users[block] += 1
             self._unused.pop(block, None)
         self.hits += len(blocks)
 
     def fill(self, block: int, before: Optional[int], salt: Hashable, tokens: Sequence[int]) -> int:
-        """Says what a block of one user holds, now that it is full; returns the block to use from now on.
+        """Records the content of a user's block that is now full; returns the block to use from now on.
 
-        If another block holds the same already, the given one becomes free and the other is shared in its place.
+        If another block already holds the same, the given one becomes free and the other is shared in its place.
         ``before``, the block before it, is full too; None at the start of a text. Only this ``salt`` will find it.
         """
         content = (salt, 0 if before is None else self._number_of[before], tuple(tokens))
@@ -127,7 +127,7 @@ class BlockPool:
         return other
 
     def forget(self) -> None:
-        """Gives up the contents of all blocks that nobody uses."""
+        """Drops the contents of all unused blocks."""
         while self._unused:
             self._give_up()
 

@@ -1,4 +1,4 @@
-"""Puts an engine together: network, the base's weights, pools, adapter cache, scheduler."""
+"""Builds an engine: network, the base's weights, pools, adapter cache, scheduler."""
 
 import os
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -43,15 +43,15 @@ from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.settings import EngineSettings
 from mindlora.serving.stacked_experts import WEIGHTS, Nf4StackedExperts, StackedExperts
 
-# The network of an mcore model becomes 4-bit where the checkpoint that is to fill it is, and only there.
+# The cells of an mcore network become 4-bit exactly where the checkpoint's weights are.
 
 
 def quantize_as(network: McoreNetwork, checkpoint: str) -> None:
-    """Replaces cells of a network without values by quantized ones, in place: those whose weights are so in a file.
+    """Replaces cells of a network without values by quantized ones, in place, where a file has quantized weights.
 
-    Training quantizes joined cells, and this network has their parts, so quantize_exclude would name other cells.
+    Training quantizes joined cells, and this network has their parts, so quantize_exclude cannot name the cells.
 
-    Raises ConfigError if of the two weights of a layer's experts only one is quantized, or an NPU does not decode a
+    Raises ConfigError if only one of the two weights of a layer's experts is quantized, or an NPU cannot decode a
     weight (see check_groups), and CheckpointError if the file cannot be read.
     """
     with BaseCheckpoint(checkpoint) as base:
@@ -70,11 +70,11 @@ def quantize_as(network: McoreNetwork, checkpoint: str) -> None:
 
 
 def check_groups(shapes: Mapping[str, Tuple[int, ...]], checkpoint: str) -> None:
-    """Refuses NF4 weights with groups of fewer than 256 blocks, which operators of a CPU alone decode.
+    """Refuses NF4 weights with groups of fewer than 256 blocks, which only CPU operators decode.
 
     Args:
-        shapes (dict): Name -> shape of the tensors that the network gets.
-        checkpoint (str): Where they are from, for the error.
+        shapes (dict): Name -> shape of the network's tensors.
+        checkpoint (str): Their source, for the error.
 
     Raises:
         ConfigError: There are such weights: parts of a joined weight of the checkpoint.
@@ -110,11 +110,11 @@ def make_engine(
     quantize_exclude: Patterns = None,
     model_name: str = "base",
 ) -> Engine:
-    """Builds a network with its weights, and an engine around it, which start() begins.
+    """Builds a network with its weights, and an engine around it, which start() starts.
 
-    ``model`` is that node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` as load_tokenizer returns it.
-    ``quantize_base`` and ``quantize_exclude`` are those of LoraConfig, as when the checkpoint was quantized. Callers
-    name the base by ``model_name``.
+    ``model`` is the model node of a YAML; ``checkpoint`` is as for load_base, ``tokenizer`` from load_tokenizer.
+    ``quantize_base`` and ``quantize_exclude`` are as in the LoraConfig with which the checkpoint was quantized.
+    Requests name the base by ``model_name``.
 
     Raises ConfigError or CheckpointError if the model cannot be built or its weights cannot be loaded.
     """
@@ -132,12 +132,12 @@ def make_engine(
 
 
 class ServedCells(NamedTuple):
-    """The cells of a network that get a pool, and what says whether an adapter of a file matches them.
+    """The cells of a network that get a pool, and the data for matching an adapter's file to them.
 
     Attributes:
         linear (dict): Adapter path -> linear cell.
-        shapes (dict): Adapter path -> CellShape of those that an adapter of a file can be on, experts among them.
-        fingerprints (list of callables): As in ServedLayout, one for each order of rows that training can have had.
+        shapes (dict): Adapter path -> CellShape of the cells that an adapter's file can adapt, experts included.
+        fingerprints (list of callables): As in ServedLayout, one for each possible order of rows in training.
     """
 
     linear: Dict[str, nn.Cell]
@@ -146,7 +146,7 @@ class ServedCells(NamedTuple):
 
 
 def served_cells(network: nn.Cell) -> ServedCells:
-    """Returns those of a network of build_network that has its weights and no pools yet."""
+    """Returns the served cells of a network from build_network that has weights and no pools yet."""
     cells = linear_cells(network)
     return ServedCells(cells, {**cell_shapes(network, cells), **_expert_shapes(network)}, _fingerprints(network, cells))
 
@@ -161,12 +161,12 @@ def engine_of(
     base_notes: Sequence[str] = (),
     cells: Optional[ServedCells] = None,
 ) -> Engine:
-    """Puts pools of adapters on a network of build_network that has its weights, and returns an engine around it.
+    """Puts pools of adapters on a network from build_network that has weights, and returns an engine around it.
 
-    ``cells`` are the network's, by default as served_cells finds them; other arguments are those of make_engine and
+    ``cells`` are the network's, by default from served_cells; other arguments are as in make_engine and
     Engine.
     """
-    # From the base's own cells, before the pools take their places.
+    # From the base's own cells, before the pools replace them.
     linear, shapes, (fingerprint, *others) = cells or served_cells(network)
     pooled = add_pools(network, linear, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
@@ -204,7 +204,7 @@ def engine_of(
 
 
 def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callable[[Iterable[str]], Optional[dict]]]:
-    """Returns what gives the fingerprint of the base's weights, for each order of rows that training has."""
+    """Returns a function for the base's fingerprint for each order of rows in training."""
     if not isinstance(network, McoreNetwork):
         return [fingerprints_of(dict(cells))]
     weights = {path: to_array(weight_of(cell)) for path, cell in cells.items()}
@@ -223,7 +223,7 @@ def _fingerprints(network: nn.Cell, cells: Mapping[str, nn.Cell]) -> List[Callab
 
 
 def _expert_shapes(network: nn.Cell) -> Dict[str, CellShape]:
-    """Returns adapter path -> CellShape of every stacked weight of experts."""
+    """Returns adapter path -> CellShape of the stacked weights of experts."""
     shapes = {}
     for path, experts in stacked_experts(network).items():
         for name, (_, rows, columns) in experts.shapes.items():
@@ -232,7 +232,7 @@ def _expert_shapes(network: nn.Cell) -> Dict[str, CellShape]:
 
 
 def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, Rows]]:
-    """Returns adapter path -> weight, on a CPU MindSpore's own memory; None elsewhere, where it would be copies."""
+    """Returns adapter path -> weight in MindSpore's own memory on a CPU; None elsewhere, as it would be copied."""
     if ms.get_context("device_target") != "CPU":
         return None
     return {
@@ -242,7 +242,7 @@ def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, Rows]]:
 
 
 def _tables(network: nn.Cell) -> Optional[BaseTables]:
-    """Returns the base's embedding and head, and None where not on a CPU."""
+    """Returns the base's embedding and head, or None on devices other than a CPU."""
     if ms.get_context("device_target") != "CPU":
         return None
     table = embedding_of(network)[1]

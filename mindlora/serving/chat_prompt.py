@@ -1,4 +1,4 @@
-"""Prompts: messages, or one user's text, to the tokens behind which the answer begins."""
+"""Prompts: converts messages, or a user's text, to the tokens before the answer."""
 
 import dataclasses
 import inspect
@@ -13,14 +13,14 @@ from mindlora.data.alpaca import TEMPLATES, prompt_template
 from mindlora.data.chat_template import ChatTemplate, read_template
 from mindlora.data.conversations import Conversation
 
-# An argument of a call, by which the call is found in a template's text.
+# An argument of a call that locates the call in a template's text.
 _MARK = "mark-of-a-call"
-# OpenAI's newer name, which templates do not know.
+# OpenAI's newer name, unknown to templates.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 class ChatPrompt(Protocol):
-    """Makes prompts from messages. ``ends`` are tokens that end the assistant's turn, besides those of end_tokens()."""
+    """Builds prompts from messages. ``ends`` are tokens that end the assistant's turn, in addition to end_tokens()."""
 
     ends: FrozenSet[int]
 
@@ -30,13 +30,13 @@ class ChatPrompt(Protocol):
         tools: Optional[List[Dict[str, Any]]] = None,
         variables: Optional[Mapping[str, Any]] = None,
     ) -> List[int]:
-        """Returns the tokens of a conversation and of what begins the assistant's turn.
+        """Returns the tokens of a conversation and of the beginning of the assistant's turn.
 
         Args:
             messages (sequence of dict): Each {"role": system, developer, user, assistant or tool, "content": text, or
-                a list of parts {"type": "text", "text"}}; a template may know more, such as "name". The assistant's may
-                have "tool_calls", as OpenAI has them, and no content.
-            tools (list of dict, optional): What the assistant may call, as OpenAI has it; chat templates alone show
+                a list of parts {"type": "text", "text"}}; a template may use more, such as "name". The assistant's may
+                have "tool_calls" in OpenAI's form, and no content.
+            tools (list of dict, optional): Tools in OpenAI's form that the assistant may call; only chat templates show
                 them.
             variables (mapping, optional): Further variables of a chat template, such as enable_thinking, over those
                 that the prompt was made with.
@@ -52,11 +52,11 @@ def make_chat_prompt(
     form: Optional[str] = None,
     variables: Optional[Mapping[str, Any]] = None,
 ) -> ChatPrompt:
-    """Returns what makes prompts of messages.
+    """Returns the object that builds prompts from messages.
 
     Args:
         template_file (str, optional): File with a chat template. Default: None, the tokenizer's own.
-        form (str, optional): Instead of a chat template, the prompt that instruction data was converted with: see
+        form (str, optional): Instead of a chat template, the prompt with which instruction data was converted: see
             mindlora.data.alpaca.prompt_template.
         variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
@@ -77,9 +77,9 @@ def make_chat_prompt(
 
 
 class TemplatePrompt:
-    """Messages through a chat template, or through the tokenizer's own.
+    """Messages formatted by a chat template, or by the tokenizer's own.
 
-    No bos is added to what the template writes, as in training.
+    As in training, no bos is added to the template's text.
     """
 
     def __init__(self, tokenizer: Any, template: Optional[str] = None, variables: Optional[Mapping[str, Any]] = None):
@@ -99,7 +99,7 @@ class TemplatePrompt:
 
     @property
     def template(self) -> str:
-        """The template's text, as it is where there are tools."""
+        """The template's text, in the version for tools."""
         return str(self._tokenizer.get_chat_template(self._template.source, [{}]))
 
     def tokens(
@@ -116,10 +116,11 @@ class TemplatePrompt:
     def behind_calls(
         self, results: Sequence[Mapping[str, Any]], tools: Optional[List[Dict[str, Any]]] = None
     ) -> Tuple[str, str]:
-        """Returns the token that ends an assistant's turn, and the text from there to the beginning of its next one.
+        """Returns the token that ends an assistant's turn, and the text from there to the beginning of its next turn.
 
         Args:
-            results (sequence of dict): The messages between them, of the tools that the first one has called.
+            results (sequence of dict): The messages in between, with the results of the tools that the first turn
+                called.
             tools (list of dict, optional): As for ``tokens``.
 
         Raises:
@@ -141,7 +142,7 @@ class TemplatePrompt:
     def _render(self, conversation: Conversation, variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(conversation, True, {**self._variables, **variables})
-        except Exception as error:  # a template is a program, which fails in its own ways
+        except Exception as error:  # a template is a program, which can fail in any way
             raise RequestError(
                 f"The chat template refuses the messages: correct them. It says: {str(error)[:300]}"
             ) from error
@@ -155,7 +156,7 @@ class TemplatePrompt:
 
 
 class InstructionPrompt:
-    """One instruction in the form of instruction data: bos and prompt, tokenized as in training."""
+    """One instruction in the form of instruction data: bos and prompt, tokenized as for training."""
 
     ends: FrozenSet[int] = frozenset()
 
@@ -184,9 +185,9 @@ class InstructionPrompt:
 
 
 def read_messages(messages: Sequence[Any]) -> List[Dict[str, Any]]:
-    """Returns messages as chat templates take them: their text as one string, and fields that are null left out.
+    """Returns messages for chat templates: their text as one string, without null fields.
 
-    Raises RequestError if there are no messages, or one holds something that is not text.
+    Raises RequestError if there are no messages, or one holds content that is not text.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages is not a list with entries: send at least one message.")
@@ -206,7 +207,7 @@ def _message(message, where):
     calls = rest.pop("tool_calls", None)
     content = message.get("content")
     if not calls:
-        # A turn in which the assistant only thought, or said nothing, comes back without a content.
+        # A turn in which the assistant only thought, or said nothing, is sent back without content.
         text = "" if role == "assistant" and content is None else _text(content, where)
         return {**rest, "role": _ROLES[role], "content": text}
     if role != "assistant":
@@ -218,7 +219,7 @@ def _message(message, where):
 
 
 def _calls(calls, where):
-    """Returns calls with their arguments as an object, as templates take them; OpenAI has JSON in a string."""
+    """Returns calls with their arguments as an object, for templates; OpenAI has JSON in a string."""
     read = []
     for place, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -257,11 +258,11 @@ def _encode(tokenizer, text):
 
 @dataclasses.dataclass(frozen=True)
 class PromptForm:
-    """How prompts are made.
+    """A way of building prompts.
 
     Attributes:
-        title (str): What it is, in words for the user.
-        takes_conversations (bool): Whether it takes a system message and earlier turns, or one message alone.
+        title (str): A description for the user.
+        takes_conversations (bool): Whether it takes a system message and earlier turns, rather than a single message.
     """
 
     prompt: ChatPrompt
@@ -288,7 +289,7 @@ class PromptForm:
 
 
 class RawPrompt:
-    """The text itself, with the special tokens that the tokenizer puts around a text."""
+    """The text itself, with the special tokens that the tokenizer adds to a text."""
 
     ends: FrozenSet[int] = frozenset()
 
@@ -309,7 +310,7 @@ class RawPrompt:
 def check_prompt_options(
     template: Optional[str] = None, chat_template: Optional[str] = None, variables: Optional[Mapping[str, Any]] = None
 ) -> None:
-    """Raises what choose_prompt_form raises whatever the tokenizer is."""
+    """Raises the errors of choose_prompt_form that do not depend on the tokenizer."""
     if variables and template not in (None, "chat"):
         raise RequestError(
             f"--chat-template-kwargs is for a chat template, but --template {template} is none: give one of them."
@@ -329,19 +330,19 @@ def choose_prompt_form(
     chat: bool = False,
     variables: Optional[Mapping[str, Any]] = None,
 ) -> PromptForm:
-    r"""Returns the form of prompts that a user asked for, or the one that the tokenizer suggests.
+    r"""Returns the form of prompts that a user chose, or else the tokenizer's.
 
     Args:
         template (str, optional): "chat" for a chat template, "none" for the text itself, or the prompt of instruction
             data: "alpaca", "plain" or a text with {instruction}, in which \n is a new line. Default: None, the
             tokenizer's chat template if it has one, else the text itself.
         chat_template (str, optional): File with a chat template. Default: None, the tokenizer's own.
-        chat (bool): Without a chat template, refuse, rather than take the text itself.
+        chat (bool): Whether to raise without a chat template, rather than take the text itself.
         variables (mapping, optional): Further variables of a chat template, such as enable_thinking.
 
     Raises:
         DataError: The file holds no chat template, or ``template`` is not a prompt template.
-        RequestError: Both are given, and ``template`` is not "chat"; or there are variables that are not those of a
+        RequestError: Both are given, and ``template`` is not "chat"; or there are variables without a
             chat template.
         TokenizerError: There is no chat template, or it is not valid.
     """

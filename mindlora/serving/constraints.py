@@ -1,6 +1,6 @@
 """Constraints: answers that are JSON of a schema, match a regex, are one of several texts, or follow a grammar.
 
-llguidance (https://github.com/guidance-ai/llguidance) compiles them and tells which tokens may come next.
+llguidance (https://github.com/guidance-ai/llguidance) compiles them and decides which tokens may come next.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from mindlora.core.errors import RequestError
 
 try:
     import llguidance
-except ImportError:  # the server's extra has it; everything else goes without
+except ImportError:  # the server's extra installs it; everything else works without it
     llguidance = None
 
-# Characters of a constraint, at most, and of one in GBNF, whose conversion takes time with the square of its length.
+# Maximum length of a constraint in characters, and of one in GBNF, whose conversion takes quadratic time.
 LONGEST = 1 << 17
 LONGEST_GBNF = 1 << 13
 # Bytes of the stack on which a constraint is compiled. llguidance follows references by recursion: a chain of thousands
-# of them, which fits into LONGEST, would end the process on the 8 MiB that a thread has.
+# of them, which fits into LONGEST, would overflow a thread's 8 MiB and end the process.
 _STACK = 1 << 29
-# Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may write white space
-# without end sometimes does.
+# Between the parts of JSON: nothing, a space, or a new line with indentation. A model that may write white space
+# without limit sometimes does.
 _WHITE_SPACE = r"(\x20|\n\x20{0,40})"
-# How a schema is read, over what it may say of that itself ("x-guidance").
+# Options for reading a schema, which override its own ("x-guidance").
 _STRICT = {"whitespace_pattern": _WHITE_SPACE, "lenient": False, "coerce_one_of": False}
 _LENIENT = {**_STRICT, "lenient": True, "coerce_one_of": True}
 # Keywords of a schema whose values have names as keys, and those whose values are not schemas.
@@ -38,14 +38,14 @@ _FORBIDDEN = np.float32(-np.inf)
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """What an answer must be.
+    """A condition on an answer.
 
     Attributes:
-        kind (str): "json" (``value`` is a JSON schema, as an object or its text), "regex" (all of the answer matches
+        kind (str): "json" (``value`` is a JSON schema, as an object or its text), "regex" (the whole answer matches
             it, in the syntax of Rust's regex), "choice" (one of a list of texts), "grammar" (in Lark or GBNF) or
             "lark".
-        field (str): The field of the request that asks for it, for errors.
-        parts (dict): Name -> constraint, which a "lark" has in it as @name.
+        field (str): The field of the request that sets it, for errors.
+        parts (dict): Name -> constraint, which a "lark" refers to as @name.
         strict (bool): Whether a keyword of the schema that cannot be enforced is an error; it is left out otherwise.
     """
 
@@ -57,8 +57,8 @@ class Constraint:
 
 
 def asked_outputs(outputs: Mapping[str, Any], field: str) -> Iterator[Constraint]:
-    """Yields the constraint of each of vLLM's structured outputs that is there: json, regex, choice, grammar, and
-    json_object, any JSON object. ``field`` has them, for errors.
+    """Yields the constraint of each of vLLM's structured outputs that is set: json, regex, choice, grammar, and
+    json_object, any JSON object. ``field`` names their field, for errors.
     """
     for kind in ("json", "regex", "choice", "grammar"):
         if outputs.get(kind) is not None:
@@ -68,7 +68,7 @@ def asked_outputs(outputs: Mapping[str, Any], field: str) -> Iterator[Constraint
 
 
 class ConstraintError(RequestError):
-    """A constraint that cannot be used; ``field`` is the field of the request that asks for it, or for a part of it."""
+    """A constraint that cannot be used; ``field`` is the field of the request that sets it, or a part of it."""
 
     def __init__(self, message: str, field: str):
         super().__init__(message)
@@ -76,13 +76,13 @@ class ConstraintError(RequestError):
 
 
 class Matcher:
-    """Tells which tokens may continue one answer; ``ends`` are the tokens that end it."""
+    """Decides which tokens may continue one answer; ``ends`` are the tokens that end it."""
 
     def __init__(self, matcher: Any, vocabulary: Any, ends: FrozenSet[int], field: str):
         self._matcher = matcher
         self._vocab_size = vocabulary.vocab_size
         self._ends = sorted(ends)
-        # A grammar can have these in it. Others are text, at which whoever sent them wants the answer cut.
+        # A grammar can contain these. Other end tokens are text, at which the client wants the answer cut.
         self._marks = [token for token in self._ends if _is_mark(vocabulary, token)]
         self._field = field
         self._followed: List[int] = []
@@ -90,9 +90,9 @@ class Matcher:
     def mask(self, logits: np.ndarray, generated: Sequence[int]) -> np.ndarray:
         """Returns logits, float32 [vocabulary], as a new array with minus infinity for tokens that may not come next.
 
-        ``generated`` are the tokens of the answer so far; the matcher follows them, also where they were taken back.
+        ``generated`` are the tokens of the answer so far; the matcher follows them, even after tokens were taken back.
 
-        Raises RequestError if it would take too long to find out, or the answer would end before it is complete.
+        Raises RequestError if computing this takes too long, or the answer would end before it is complete.
         """
         self._follow(list(generated))
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -133,10 +133,10 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled constraint. Each answer gets a matcher of its own.
+    """A compiled constraint. Each answer gets its own matcher.
 
     Attributes:
-        loosened (list of str): What of constraints that are not strict is not enforced, each with its field.
+        loosened (list of str): Parts of constraints without ``strict`` that are not enforced, each with its field.
     """
 
     def __init__(self, matcher: Any, vocabulary: Any, field: str, loosened: Sequence[str] = ()):
@@ -146,15 +146,15 @@ class Grammar:
         self._field = field
 
     def matcher(self, ends: FrozenSet[int]) -> Matcher:
-        """Returns a matcher for an answer that one of the tokens ``ends`` ends."""
+        """Returns a matcher for an answer that ends with one of the tokens ``ends``."""
         return Matcher(self._matcher.deep_copy(), self._vocabulary, ends, self._field)
 
 
 class _TextTokens:
-    """What llguidance.TokenizerWrapper takes: a vocabulary whose tokens of a text are text.
+    """A vocabulary for llguidance.TokenizerWrapper in which the tokens of a text are text.
 
     For text that a grammar forces, llguidance takes the tokenizer's own tokens. For the name of a special token that is
-    this token, which is not text to any grammar; here, such a text is cut into the longest tokens that are.
+    the special token, which no grammar reads as text; here, such text is cut into the longest tokens that are text.
     """
 
     bos_token_id = None
@@ -173,19 +173,19 @@ class _TextTokens:
 
 
 def _is_mark(vocabulary: Any, token: int) -> bool:
-    """Returns whether a token is not text to a grammar, which has it by its name without quotes."""
+    """Returns whether a token is not text in a grammar, which refers to it by its name without quotes."""
     return token < vocabulary.vocab_size and vocabulary.is_special_token(token)
 
 
 class ConstraintCompiler:
-    """Compiles constraints for the tokens of one tokenizer, which it goes through at the first one: a second, once.
+    """Compiles constraints for one tokenizer, whose vocabulary it reads, for about a second, at the first constraint.
 
     Args:
-        tokenizer: As load_tokenizer returns it.
-        extra (str): The extra of mindlora's that has llguidance where this runs. Default: "serve".
+        tokenizer: The result of load_tokenizer.
+        extra (str): mindlora's extra that installs llguidance for the caller. Default: "serve".
     """
 
-    # One change of the stack's size at a time: it is the whole process's.
+    # One change of the stack's size at a time, since it applies to the whole process.
     _starting = threading.Lock()
 
     def __init__(self, tokenizer: Any, extra: str = "serve"):
@@ -195,10 +195,10 @@ class ConstraintCompiler:
         self._vocabulary: Any = None
 
     def compile(self, constraint: Constraint, seconds: float = 10.0) -> Grammar:
-        """Returns what makes matchers of a constraint, within ``seconds``.
+        """Returns the grammar of a constraint, compiled within ``seconds``.
 
-        Raises ConstraintError if the constraint is not valid, asks for what llguidance cannot
-        enforce, is too large, takes too long or can never be met; or if llguidance is not there or cannot use the
+        Raises ConstraintError if the constraint is not valid, needs features that llguidance cannot
+        enforce, is too large, takes too long or can never be met; or if llguidance is missing or cannot use the
         tokenizer.
         """
         compiled: "futures.Future[Grammar]" = futures.Future()
@@ -217,7 +217,7 @@ class ConstraintCompiler:
     def _settle(self, compiled, constraint):
         try:
             compiled.set_result(self._compile(constraint))
-        except Exception as error:  # for whoever waits
+        except Exception as error:  # for the waiting threads
             compiled.set_exception(error)
 
     def _compile(self, constraint):
@@ -242,7 +242,7 @@ class ConstraintCompiler:
         return Grammar(matcher, vocabulary, constraint.field, loosened)
 
     def _prepare(self, field: str) -> Any:
-        """Returns the vocabulary as llguidance knows it."""
+        """Returns the vocabulary in llguidance's form."""
         if llguidance is None:
             raise ConstraintError(
                 f"{field} needs llguidance, which is not installed where the model runs: leave it out, or pip install "
@@ -257,7 +257,7 @@ class ConstraintCompiler:
             )
         with self._lock:
             if self._vocabulary is None:
-                # Not above: it imports transformers, for which runs that only train would wait.
+                # Not at the top: it imports transformers, which would delay runs that only train.
                 from llguidance.hf import from_tokenizer
 
                 tokens = _TextTokens(from_tokenizer(self._tokenizer))
@@ -270,7 +270,7 @@ def _text(constraint: Constraint) -> str:
 
 
 def _grammar(constraint: Constraint) -> Dict[str, Any]:
-    """Returns a constraint as llguidance has it among grammars; raises ConstraintError if it cannot be one."""
+    """Returns a constraint as one of llguidance's grammars; raises ConstraintError if it cannot be one."""
     text = _text(constraint)
     is_long = constraint.kind == "grammar" and "::=" in text and len(text) > LONGEST_GBNF
     if is_long:
@@ -288,7 +288,7 @@ def _grammar(constraint: Constraint) -> Dict[str, Any]:
 
 
 def _checked(part: Constraint, vocabulary: Any) -> Tuple[Dict[str, Any], List[str]]:
-    """Returns the grammar of a part, and what of it is not enforced; raises ConstraintError if it cannot be used."""
+    """Returns the grammar of a part, and its unenforced parts; raises ConstraintError if it cannot be used."""
     left_out: List[str] = []
     if not part.strict:
         part = dataclasses.replace(part, value=_without_patterns(part.value, left_out))
@@ -300,7 +300,7 @@ def _checked(part: Constraint, vocabulary: Any) -> Tuple[Dict[str, Any], List[st
 
 
 def _without_patterns(schema: Any, left_out: List[str]) -> Any:
-    """Returns a schema without the regular expressions that cannot be enforced, which ``left_out`` takes."""
+    """Returns a schema without the regular expressions that cannot be enforced, which are added to ``left_out``."""
     if isinstance(schema, list):
         return [_without_patterns(each, left_out) for each in schema]
     if not isinstance(schema, dict):
@@ -318,7 +318,7 @@ def _without_patterns(schema: Any, left_out: List[str]) -> Any:
     if unusable:
         left_out += [f"Unusable pattern: {_one_line(name)}" for name in unusable]
         kept["patternProperties"] = {name: each for name, each in named.items() if name not in unusable}
-        # It would be about the properties that had these names, too.
+        # It would also apply to the properties with these names.
         kept.pop("additionalProperties", None)
     return kept
 

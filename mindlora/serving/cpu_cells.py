@@ -1,4 +1,4 @@
-"""MindFormers' network on a CPU: cells without a kernel there, or of many operators, are replaced from outside.
+"""MindFormers' network on a CPU: replaces cells without a CPU kernel, or with many operators, from outside.
 
 On Ascend nothing is replaced.
 """
@@ -16,7 +16,7 @@ from mindlora.ops.rms_norm import RmsNorm
 
 
 class CpuLlamaAttention(JoinsLinears):
-    """In place of MindFormers' LLamaAttention with a linear cell each for queries, keys and values."""
+    """Replaces MindFormers' LLamaAttention with separate linear cells for queries, keys and values."""
 
     joined = ("wq", "wk", "wv")
 
@@ -58,7 +58,7 @@ class CpuLlamaAttention(JoinsLinears):
 
 
 class CpuLlamaFeedForward(JoinsLinears):
-    """In place of MindFormers' LlamaFeedForward, whose w1 has the activation: y = w2(w1(x) * w3(x))."""
+    """Replaces MindFormers' LlamaFeedForward, whose w1 has the activation: y = w2(w1(x) * w3(x))."""
 
     joined = ("w1", "w3")
 
@@ -75,9 +75,9 @@ class CpuLlamaFeedForward(JoinsLinears):
 
 
 class CpuAttention(nn.Cell):
-    """In place of MindFormers' InferAttention, whose cache it uses: decode steps, and chunks of prompts beside them.
+    """Replaces MindFormers' InferAttention, whose cache it uses: decode steps together with chunks of prompts.
 
-    It knows from lengths and blocks what is causal and where keys and values go, so neither the mask nor the slots that
+    Lengths and blocks determine what is causal and where keys and values go, so neither the mask nor the slots that
     MindFormers gives are used.
     """
 
@@ -87,7 +87,7 @@ class CpuAttention(nn.Cell):
         self.attention = PagedAttention()
 
     def initialize_cache(self) -> None:
-        """Initializes the cache. In PyNative a cell's first call would do it, but nothing calls the cache manager."""
+        """Initializes the cache. In PyNative a cell's first call would do so, but nothing calls the cache manager."""
         for parameter in self.paged_attention_mgr.get_parameters():
             parameter.init_data()
 
@@ -112,7 +112,7 @@ class CpuAttention(nn.Cell):
 
 
 class CpuRmsNorm(nn.Cell):
-    """In place of the forward of MindFormers' LlamaRMSNorm, whose weight it uses: six operators in one."""
+    """Replaces the forward of MindFormers' LlamaRMSNorm, whose weight it uses: one operator instead of six."""
 
     def __init__(self, norm: nn.Cell):
         super().__init__()
@@ -126,7 +126,7 @@ class CpuRmsNorm(nn.Cell):
 
 
 class CpuSplit(nn.Cell):
-    """In place of SplitWithSize, which MindSpore 2.7 does not have for CPUs: parts of a joined cell's output."""
+    """Replaces SplitWithSize, which MindSpore 2.7 lacks for CPUs: the parts of a joined cell's output."""
 
     def construct(self, x: Tensor, sizes: Tuple[int, ...], axis: int) -> Tuple[Tensor, ...]:
         parts = ()
@@ -149,7 +149,7 @@ def use_cpu_operators(network: nn.Cell) -> None:
         elif hasattr(cell, "rms_norm"):
             name = cell.weight.name
             cell.rms_norm = CpuRmsNorm(cell)
-            cell.weight.name = name  # a cell that is put into another gives its parameters new names
+            cell.weight.name = name  # a cell that is assigned to another renames its parameters
         elif type(cell) is LlamaEmbedding and cell.embedding_weight.dtype != mstype.float32:
             cell.gather = FrozenGather()
         if hasattr(cell, "w_qkv"):

@@ -1,4 +1,4 @@
-"""From tokens to the text of an answer, each piece final when it is given (Detokenizer), up to its end (Stopping)."""
+"""Converts tokens to the text of an answer, in pieces that are final (Detokenizer), up to its end (Stopping)."""
 
 import contextlib
 import functools
@@ -13,37 +13,37 @@ from mindlora.serving.request import Sampling
 from mindlora.serving.tools import CALL_MARKS
 
 logger = logging.getLogger("mindlora")
-# What decoders write for bytes that are not, or not yet, a character of UTF-8.
+# The character that decoders write for bytes that are not, or not yet, a character of UTF-8.
 REPLACEMENT = "\ufffd"
 # After this many tokens without a whole character, the bytes will not become one.
 _LONGEST = 16
 
 
 def special_tokens(tokenizer: Any) -> FrozenSet[int]:
-    """Returns the tokens that are not text: those that the tokenizer has a use for, and others added as special."""
+    """Returns the tokens that are not text: those with a role in the tokenizer, and others added as special."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {place for place, token in added if token.special}
 
 
 def _marks(tokenizer: Any) -> FrozenSet[int]:
-    """Returns the tokens that are marks of thoughts and calls."""
+    """Returns the tokens that mark thoughts and calls."""
     texts = {mark for marks in FAMILIES for mark in (marks.begin, marks.end)} | {*CALL_MARKS}
     return frozenset(place for place, token in tokenizer.added_tokens_decoder.items() if token.content in texts)
 
 
 class TextDecoder:
-    """The tokens of one tokenizer as text. Special tokens, and ids that the tokenizer does not have, have none.
+    """The tokens of one tokenizer as text. Special tokens, and ids that the tokenizer lacks, have no text.
 
-    The marks of thoughts and calls have one in any case: what an answer is would not be known without them.
+    Marks of thoughts and calls always have text, since the parts of an answer are recognized by them.
 
-    Made once, as it goes through the vocabulary.
+    Build it once, since it goes through the vocabulary.
     """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._special = special_tokens(tokenizer) - _marks(tokenizer)
         self._size = tokenizers.vocabulary_size(tokenizer)
-        # Decoded behind this, a token keeps the space that decoders take from the first one.
+        # Decoded behind this, a token keeps the space that decoders remove from the first one.
         self._before = tokenizers.encode(tokenizer, "a")
         self._before_text = self._decoded(self._before)
 
@@ -52,7 +52,7 @@ class TextDecoder:
         return 0 <= token < self._size and token not in self._special
 
     def decode(self, tokens: Sequence[int], first: bool = True) -> str:
-        """Returns the text of tokens; of the ``first`` ones of a text, without the space before its first word."""
+        """Returns the text of tokens; for the ``first`` ones of a text, without the space before its first word."""
         shown = [token for token in tokens if self.has_text(token)]
         return self._decoded(shown) if first else self._decoded(self._before + shown)[len(self._before_text) :]
 
@@ -61,11 +61,11 @@ class TextDecoder:
 
 
 class Detokenizer:
-    """The text of one answer. All pieces together are what decoding all tokens at once gives after the prompt.
+    """The text of one answer. All pieces together equal the text from decoding all tokens at once after the prompt.
 
     Only the tokens since the last whole character are decoded. Where a tokenizer falls back to bytes one by one, bytes
-    that are not UTF-8 make all of the run that they are in unreadable when it is decoded at once; here, the characters
-    before them have been given. The prompt must end with a whole character.
+    that are not UTF-8 make their whole run unreadable when it is decoded at once; here, the characters
+    before them have already been returned. The prompt must end with a whole character.
     """
 
     def __init__(self, decoder: TextDecoder, prompt: Sequence[int]):
@@ -75,7 +75,7 @@ class Detokenizer:
         self._given = 0
 
     def add(self, token: int) -> str:
-        """Returns the text that is final with one more token, often the token's own; may be empty."""
+        """Returns the text that becomes final with one more token, often the token's own; may be empty."""
         if not self._decoder.has_text(token):
             return ""
         self._pending.append(token)
@@ -100,7 +100,7 @@ class Detokenizer:
         return self._decoder.decode(tokens, first=self._first)
 
     def _give(self, text, count):
-        """Returns what of the text of the first ``count`` tokens has not been given, and forgets them."""
+        """Returns the part of the text of the first ``count`` tokens that has not been returned, and forgets them."""
         piece = text[self._given :]
         self._first = self._first and not count
         self._given = max(0, self._given - len(text))
@@ -130,13 +130,13 @@ def end_tokens(tokenizer: Any, configured: Union[int, Sequence[int], None] = Non
 
 
 class Stopping:
-    """Makes text of one answer's tokens, up to its end.
+    """Converts one answer's tokens to text, up to its end.
 
     An answer ends with an end token or the first stop string that is complete ("stop"), or with max_tokens or the
     model's window ("length"). A stop string that is complete within the first min_tokens tokens is text. Neither end
-    tokens nor other stop strings are part of the text, unless the latter are to be shown. What could be the beginning
-    of a stop string is held back until that is decided. ``room`` counts the tokens that the window has behind the
-    prompt; ``ends`` is what ends every answer, and as an attribute what ends this one.
+    tokens nor other stop strings are part of the text, unless stop strings are shown. A possible beginning
+    of a stop string is held back until it is decided. ``room`` counts the tokens that the window has behind the
+    prompt; ``ends`` are the tokens that end every answer, and as an attribute those that end this one.
 
     Raises RequestError if a stop string is empty.
     """
@@ -153,7 +153,7 @@ class Stopping:
     def add(self, token: int) -> Tuple[str, Optional[str]]:
         """Takes the next token, and returns the text that can be sent now, perhaps empty.
 
-        With it comes "stop" or "length" if the answer has ended; then the text is the rest of it. Else None.
+        The second value is "stop" or "length" if the answer has ended, and then the text is its rest; otherwise None.
         """
         self._left -= 1
         self._unsearched -= 1
@@ -170,9 +170,9 @@ class Stopping:
 
 
 class StopMatcher:
-    """Finds stop strings, none of them empty, in a text in pieces; how it is cut into pieces makes no difference.
+    """Finds nonempty stop strings in a text that comes in pieces, however it is cut.
 
-    With ``shows`` the one that was found is part of the text.
+    With ``shows``, the found stop string is part of the text.
     """
 
     def __init__(self, stops: Iterable[str], shows: bool = False):
@@ -184,27 +184,27 @@ class StopMatcher:
     def add(self, piece: str, may_stop: bool = True) -> Tuple[str, bool]:
         """Takes the next piece, and returns the text that is decided, and whether a stop string followed it.
 
-        That is the one that was complete first, the longest if several were. One that this piece completes is passed
-        over unless it ``may_stop``.
+        It is the one that was complete first, the longest if several were. One that this piece completes is skipped
+        unless it ``may_stop``.
         """
         if not self._stops:
             return piece, False
         text = self._held + piece
-        # What is held has no stop string in it but those that were passed over.
+        # The held text contains no stop strings except skipped ones.
         places = [(text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops]
         complete = [(at + len(stop), at) for at, stop in places if at >= 0]
         if complete and may_stop:
             self._held = ""
             end, begin = min(complete)
             return text[: end if self._shows else begin], True
-        # Where a stop string could begin that is not complete.
+        # The place where an incomplete stop string may begin.
         places_left = range(max(0, len(text) - self._longest + 1), len(text))
         begin = next((at for at in places_left if self._begins(text[at:])), len(text))
         self._held = text[begin:]
         return text[:begin], False
 
     def finish(self) -> str:
-        """Returns what was held back, at the end of the answer."""
+        """Returns the text that was held back, at the end of the answer."""
         held = self._held
         self._held = ""
         return held
@@ -214,13 +214,13 @@ class StopMatcher:
 
 
 class TokenTexts:
-    """Texts of single tokens, their spaces included; the tokenizer names special ones, which have no text.
+    """Texts of single tokens, including spaces; the tokenizer names special tokens, which have no text.
 
-    ``text`` returns the text of a token, with U+FFFD for what is not a whole character.
+    ``text`` returns the text of a token, with U+FFFD for incomplete characters.
     """
 
     def __init__(self, decoder: TextDecoder, tokenizer: Any):
-        # Not above: whoever has a tokenizer has it already, and others would wait for it.
+        # Not at the top: callers with a tokenizer have imported it, and it would delay others.
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         self._decoder = decoder
@@ -229,14 +229,14 @@ class TokenTexts:
         self.text = functools.lru_cache(maxsize=65536)(self._text)
 
     def data(self, token: int) -> bytes:
-        """Returns what a token adds to a text, in UTF-8; of a part of a character, its bytes."""
+        """Returns a token's text in UTF-8; for a part of a character, its bytes."""
         if not self._decoder.has_text(token):
             return b""
         text = self._decoder.decode([token], first=False)
         return self._stored(token, text) if REPLACEMENT in text else text.encode("utf-8")
 
     def name(self, token: int) -> str:
-        r"""Returns the text of a token; of one with a part of a character its bytes, as OpenAI has them: bytes:\xe6."""
+        r"""Returns the text of a token; for a part of a character, its bytes in OpenAI's form: bytes:\xe6."""
         text = self.text(token)
         if REPLACEMENT not in text:
             return text
@@ -244,7 +244,7 @@ class TokenTexts:
         return text if data == text.encode("utf-8") else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def named(self, values: Iterable[Tuple[int, float]]) -> Dict[str, float]:
-        """Returns the values of tokens by their names; a second token of the same name is called token_id:NUMBER."""
+        """Returns the values of tokens by name; a second token of the same name is named token_id:NUMBER."""
         tokens: Dict[str, int] = {}
         named: Dict[str, float] = {}
         for token, value in values:
@@ -262,7 +262,7 @@ class TokenTexts:
         return shown
 
     def _stored(self, token: int, text: str) -> bytes:
-        """Returns the bytes of a token as the vocabulary has them: in characters that stand for bytes, or as <0xE6>."""
+        """Returns the bytes of a token in the vocabulary: in characters that stand for bytes, or as <0xE6>."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
         fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)
         if fallback is not None:

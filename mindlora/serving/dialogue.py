@@ -11,20 +11,20 @@ from mindlora.serving.request import Sampling
 
 
 class Dialogue:
-    """What was said, kept within the model's window.
+    """The turns of a conversation, kept within the model's window.
 
     Args:
         engine (Engine): It must have been started before the first question.
-        form (PromptForm): How prompts are made. If it takes one message alone, each question stands for itself.
-        sampling (Sampling): How answers are chosen. A seed is that of the first answer; each later one adds 1.
-        adapter (str, optional): Who answers. Default: None, the base.
-        max_tokens (int, optional): Tokens of an answer. Default: None, as many as the window has room for.
+        form (PromptForm): The form of prompts. If it takes single messages, each question is independent.
+        sampling (Sampling): How answers are sampled. A seed applies to the first answer; each later one adds 1.
+        adapter (str, optional): The adapter that answers. Default: None, the base.
+        max_tokens (int, optional): Tokens of an answer. Default: None, as many as fit into the window.
 
     Attributes:
-        history (list of dict): Messages of the user and the assistant, in turn.
-        dropped (int): Turns that the last question left behind, the oldest first, since the window had no room for
+        history (list of dict): Alternating messages of the user and the assistant.
+        dropped (int): Turns that the last question dropped, the oldest first, since the window had no room for
             them.
-        sampling, adapter, system: As given; they may be set at any time, and count from the next question on.
+        sampling, adapter, system: As given; they may be set at any time and apply from the next question on.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Dialogue:
     def ask(self, text: str) -> Stream:
         """Asks the next question; ``take`` adds question and answer to the history.
 
-        Raises RequestError if the question alone has no room in the window or cannot be used, or what Engine.submit
-        does.
+        Raises RequestError if the question alone does not fit into the window or cannot be used, and the errors of
+        Engine.submit.
         """
         history = self.history if self.can_remember else []
         self.dropped = 0
@@ -98,16 +98,16 @@ class Dialogue:
         return question
 
     def reset(self) -> None:
-        """Forgets all that was said, and restarts the seeds."""
+        """Forgets the conversation, and restarts the seeds."""
         self.history.clear()
         self._answers = 0
 
     def set_seed(self, seed: Optional[int]) -> None:
-        """Sets the seed of the next answer; None draws one for each."""
+        """Sets the seed of the next answer; None draws one for each answer."""
         self.sampling = dataclasses.replace(self.sampling, seed=seed)
         self._answers = 0
 
     def _least_room(self):
-        """Tokens that an answer must have room for before old turns are left behind."""
+        """The least room for an answer, in tokens, below which old turns are dropped."""
         quarter = self._engine.seq_length // 4
         return max(1, min(self._max_tokens or quarter, quarter))

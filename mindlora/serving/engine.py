@@ -1,4 +1,4 @@
-"""Engine: takes requests from any thread, and computes their answers together in one."""
+"""Engine: takes requests from any thread, and computes their answers together in one thread."""
 
 import dataclasses
 import functools
@@ -20,11 +20,11 @@ from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.score_head import ScoreHead
 from mindlora.serving.turns import Turns
 
-# The log-probabilities of the tokens of prompts, for requests that ask how likely a given text is.
+# The log-probabilities of prompts' tokens, for requests that score a given text.
 
 
 def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, ServingError]:
-    """Fills prompt_logprobs of requests from the step that ``runner`` has computed last, of these parts.
+    """Fills prompt_logprobs of requests from the last step of ``runner``, which had these parts.
 
     The logits exist for FEW_TOKENS tokens at a time. Returns the requests that fail, with the reason.
     """
@@ -43,14 +43,14 @@ def score_prompts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, S
 
 
 def scores_of(request: Request) -> Optional[List[Sampled]]:
-    """Returns one for each token of a prompt, without a log-probability before scored_from; None if not asked."""
+    """Returns a score for each token of a prompt, without log-probability before scored_from; None unless requested."""
     if request.sampling.prompt_logprobs is None:
         return None
     return [request.prompt_logprobs.get(index, Sampled(token)) for index, token in enumerate(request.prompt)]
 
 
 def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:
-    """Returns which token of the step tells of which token of which prompt."""
+    """Returns which token of the step predicts which token of which prompt."""
     wanted = []
     first = 0
     for part in parts:
@@ -61,12 +61,12 @@ def _wanted(parts: Sequence[Part]) -> List[Tuple[int, Request, int]]:
 
 logger = logging.getLogger("mindlora")
 
-# Seconds after which the engine looks again whether an adapter is ready, although nobody has told it.
+# Seconds after which the engine checks again whether an adapter is ready, even without a notification.
 _LOOK_AGAIN = 0.1
 
 
 class _Answer(NamedTuple):
-    """What belongs to a request while it is answered."""
+    """The state of a request while it is answered."""
 
     stream: Stream
     sampler: Sampler
@@ -75,17 +75,17 @@ class _Answer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EngineSnapshot:
-    """The engine at one moment, and what it has counted since it was made.
+    """The engine's state at one moment, and its counts since it was created.
 
     Attributes:
         waiting, running (int): Requests.
-        blocks_total, blocks_free, blocks_cached (int): Blocks of the cache; those that no request holds, and of these
+        blocks_total, blocks_free, blocks_cached (int): Blocks of the cache; blocks that no request holds, and of these
             those whose keys and values can be used again.
         slots_total, slots_used (int): Slots for adapters, and those that hold one.
-        steps, preemptions (int): Steps, and requests that lost their blocks and were computed again.
-        prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those of them that were in the cache
-            already, and tokens of answers.
-        drafted_tokens, accepted_tokens (int): Tokens of answers that were guessed, and those that were right.
+        steps, preemptions (int): Steps, and requests that lost their blocks and were recomputed.
+        prompt_tokens, cached_tokens, generated_tokens (int): Tokens of prompts, those that were already in the cache,
+            and tokens of answers.
+        drafted_tokens, accepted_tokens (int): Guessed tokens of answers, and those that were right.
     """
 
     waiting: int
@@ -108,12 +108,12 @@ class EngineSnapshot:
 class Engine:
     """Continuous batching of requests to one base with many adapters.
 
-    One thread, which start() begins, runs the network, a step at a time. Another thread that computes with MindSpore in
-    this process does so within ``turns.turn()``, in parts that are about as long as a step. Everything else can be
-    called from any thread; a step of the network is never waited for.
+    One thread, which start() starts, runs the network, a step at a time. Another thread that computes with MindSpore in
+    this process does so within ``turns.turn()``, in parts about as long as a step. Everything else can be
+    called from any thread and never waits for a step of the network.
 
-    ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` those of the scheduler; callers name the base
-    ``model_name``, and ``base_folder`` is where it lies, if it is a folder; ``base_notes`` are what load_base returned.
+    ``ends`` are tokens that end an answer (see end_tokens), ``adapters`` the scheduler's; callers name the base
+    ``model_name``, and ``base_folder`` is its folder, if it has one; ``base_notes`` are the result of load_base.
     A prompt and its answer have ``seq_length`` tokens at most.
     """
 
@@ -139,7 +139,7 @@ class Engine:
         self.turns = Turns()
         self._decoder = TextDecoder(tokenizer)
         self._ends = ends
-        # Guards the scheduler and what follows. It is not held while the network computes.
+        # Guards the scheduler and the attributes below. It is not held while the network computes.
         self._changed = threading.Condition()
         self._answers: Dict[int, _Answer] = {}
         self._thread = threading.Thread(target=self._serve, name="mindlora-engine", daemon=True)
@@ -150,14 +150,15 @@ class Engine:
         adapters.memory.on_ready = lambda name: self._wake()
 
     def start(self, many_tokens: bool = True, scores: bool = True, adapters: bool = True) -> "Engine":
-        """Begins to serve: compiles the graphs, and returns when the first request can be taken.
+        """Starts serving: compiles the graphs, and returns when the first request can be taken.
 
         Raises ServingError if the network cannot compute a step.
 
         Args:
-            many_tokens (bool): Whether steps of many tokens are expected. If not, the first of them compiles its graph.
-            scores (bool): The same of prompts whose tokens are scored.
-            adapters (bool): The same of requests that name an adapter.
+            many_tokens (bool): Whether to compile the graph for steps of many tokens now. If not, the first such step
+                does.
+            scores (bool): The same for prompts whose tokens are scored.
+            adapters (bool): The same for requests that name an adapter.
         """
         self._warm_up = functools.partial(self.runner.warm_up, many_tokens, scores, adapters)
         self._thread.start()
@@ -168,7 +169,7 @@ class Engine:
         return self
 
     def stop(self, grace: float = 0.0) -> None:
-        """Takes no more requests; ends when those that it has are answered, or cancelled after ``grace`` seconds."""
+        """Takes no more requests; ends when the current ones are answered, or cancelled after ``grace`` seconds."""
         with self._changed:
             self._open = False
             self._changed.wait_for(lambda: not self._answers, timeout=grace)
@@ -183,13 +184,13 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken and answered."""
+        """Whether the engine takes and answers requests."""
         return self._open and self._thread.is_alive()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, adapter: Optional[str] = None) -> Stream:
-        """Asks an adapter, or the base if it is None, for an answer to the tokens of a prompt.
+        """Requests an answer to the tokens of a prompt from an adapter, or from the base if it is None.
 
-        With ``sampling.prompt_logprobs``, request.prompt_logprobs of what is returned is complete when the answer
+        With ``sampling.prompt_logprobs``, request.prompt_logprobs of the result is complete when the answer
         begins; with max_tokens 0 as well, there is no answer, and only the prompt is computed. With
         ``sampling.reading`` and max_tokens 0, the one piece of the answer has vectors.
 
@@ -197,7 +198,7 @@ class Engine:
             RequestError: The prompt or a number of ``sampling`` cannot be used.
             QueueFullError: Too many requests wait.
             AdapterNotFoundError: There is no adapter of that name.
-            ServingError: The engine does not take requests (any more).
+            ServingError: The engine takes no requests.
         """
         wrong = [token for token in prompt if not 0 <= token < self.runner.vocab_size]
         if wrong:
@@ -230,26 +231,26 @@ class Engine:
     def forget_texts(self) -> None:
         """Forgets the keys and values of texts that have been answered.
 
-        What is asked next, within one turn, is then computed to the same last bit, whatever was asked before.
+        The next requests within a turn then give the same bits, whatever was requested before.
         """
         with self._changed:
             self.scheduler.pool.forget()
 
     def score_head(self, adapter: Optional[str]) -> Optional[ScoreHead]:
-        """Returns the head of an adapter, whose files are read if need be; None of the base and of one that writes.
+        """Returns the head of an adapter, reading its files if needed; None for the base and for generating adapters.
 
         Raises LoraError if there is no such adapter, or it cannot be used.
         """
         if adapter is None:
             return None
         loaded = None
-        while loaded is None:  # others may have taken its room meanwhile
+        while loaded is None:  # others may have evicted it meanwhile
             self.adapters.memory.load(adapter)
             loaded = self.adapters.memory.take(adapter)
         return loaded.packed.score
 
     def snapshot(self) -> EngineSnapshot:
-        """Returns what the engine is doing and what it has done."""
+        """Returns the engine's current state and its counts."""
         stats = self.adapters.stats()
         with self._changed:
             pool = self.scheduler.pool
@@ -288,7 +289,7 @@ class Engine:
         self._changed.notify_all()
 
     def _serve(self) -> None:
-        """The engine's thread. Nobody waits for an answer that it cannot give any more."""
+        """The engine's thread. When it fails, it ends all waiting requests."""
         try:
             self._run()
         except Exception as error:
@@ -311,7 +312,7 @@ class Engine:
                 self._changed.wait_for(lambda: self._stopping or self._answers)
                 if self._stopping:
                     return
-            # The plan writes adapters into their slots, which is a graph too.
+            # The plan writes adapters into their slots, which also runs a graph.
             with self.turns.turn():
                 with self._changed:
                     self.adapters.begin_step()
@@ -329,7 +330,7 @@ class Engine:
         try:
             logits = self.runner.forward(parts)
             failed = {**score_prompts(self.runner, parts), **read_texts(self.runner, parts)}
-        except Exception as error:  # whatever it is, the other requests can go on
+        except Exception as error:  # whatever the error is, the other requests continue
             logger.exception("A step failed.")
             return self._fail(parts, error)
         with self._changed:
@@ -364,7 +365,7 @@ class Engine:
             ]
 
     def _take_run(self, part: Part, answer: _Answer, run: Sequence[Any]) -> Piece:
-        """Appends tokens to a request, the first ones as they were drafted, and returns what its caller gets."""
+        """Appends tokens, the first of them drafted, to a request, and returns its caller's piece."""
         request = part.request
         pieces: List[Piece] = []
         for sampled in run:
@@ -380,7 +381,7 @@ class Engine:
         return joined(pieces)
 
     def _take(self, request: Request, answer: _Answer, sampled: Any) -> Piece:
-        """Appends a token to a request and returns what its caller gets."""
+        """Appends a token to a request and returns its caller's piece."""
         if isinstance(sampled, Exception):
             return self._end(request, "error", error=sampled)
         prompt_logprobs = None

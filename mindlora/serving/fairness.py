@@ -1,4 +1,4 @@
-"""FairQueue: whose turn it is among requests that wait for different adapters."""
+"""FairQueue: fair turns among requests that wait for different adapters."""
 
 import collections
 import heapq
@@ -8,7 +8,7 @@ from mindlora.serving.request import Request
 
 
 class Line:
-    """The requests, at least one, that wait for one adapter, or for the base if it is None; first come first served.
+    """The requests, at least one, that wait for an adapter, or for the base if it is None; first come, first served.
 
     Attributes:
         refused (bool): Its turn came while the adapter was not ready.
@@ -24,26 +24,26 @@ class Line:
 
     @property
     def first(self) -> Request:
-        """The request that came before the others."""
+        """The oldest request."""
         return self.requests[0]
 
 
 class FairQueue:
     """Waiting requests, in an order that is fair between adapters.
 
-    Service is counted in tokens: those of prompts that were not in the cache when the request was admitted, and those
-    that were generated. The turn is of the adapter with the least service, and among equals of the one whose first
-    request came first. An adapter that was idle begins with at least the service that the last one to get a turn had,
-    so that being idle earns nothing. This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with the counters of
-    virtual tokens of Sheng et al., Fairness in Serving Large Language Models, 2024. Of two adapters that wait all the
-    time and are ready, neither gets more than the other by more than one prompt and the answers of the requests that
+    Service is counted in tokens: prompts' tokens that were not in the cache when the request was admitted, and tokens
+    that were generated. The adapter with the least service has the turn, and among equals the one whose first
+    request came first. An idle adapter resumes with at least the service of the last one that had a turn,
+    so that being idle earns nothing. This is start-time fair queueing (Goyal, Vin and Cheng, 1996) with the virtual
+    token counters of Sheng et al., Fairness in Serving Large Language Models, 2024. Of two adapters that always
+    wait and are ready, neither gets ahead of the other by more than one prompt and the answers of the requests that
     run together.
 
-    An adapter that is not ready when its turn comes is passed over and keeps its turn: from then on it is asked first
-    in each step, the longest waiting one before the others. So the next slot that becomes free is the longest waiting
-    one's. Requests of adapters that have slots go on in the meantime, but those of a popular adapter could hold its
-    slot for ever. Hence, once ``patience`` of them have overtaken the longest waiting adapter that lacks nothing but a
-    slot, only the base, which needs none, is admitted, until a slot has become free and the adapter has it.
+    An adapter that is not ready when its turn comes is skipped and keeps its turn: from then on it is tried first
+    in each step, the longest waiting one before the others. So the next free slot goes to the longest waiting
+    adapter. Requests of adapters with slots continue in the meantime, but those of a popular adapter could hold its
+    slot forever. Hence, once ``patience`` of them have overtaken the longest waiting adapter that lacks only a
+    slot, only the base, which needs no slot, is admitted until the adapter has a slot.
 
     Args:
         patience (int): Requests that may overtake an adapter that waits for a slot.
@@ -55,7 +55,7 @@ class FairQueue:
         self._service: Dict[Optional[str], int] = {}
         self._turn = 0  # the service at which the last turn was given
         self._size = 0
-        # The longest waiting line of this round that lacks nothing but a slot.
+        # The longest waiting line of this round that lacks only a slot.
         self._slotless: Optional[Line] = None
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class FairQueue:
         return (request for line in self._lines.values() for request in line.requests)
 
     def service(self, adapter: Optional[str]) -> int:
-        """Returns the service that an adapter is counted as having had, in tokens."""
+        """Returns the service that is counted for an adapter, in tokens."""
         return self._service.get(adapter, 0)
 
     def push(self, request: Request) -> None:
@@ -78,7 +78,7 @@ class FairQueue:
         self._size += 1
 
     def remove(self, request: Request) -> None:
-        """Takes out a request, wherever it is in its line."""
+        """Removes a request, wherever it is in its line."""
         line = self._lines[request.adapter]
         line.requests.remove(request)
         self._size -= 1
@@ -86,14 +86,14 @@ class FairQueue:
             del self._lines[request.adapter]
 
     def charge(self, adapter: Optional[str], tokens: int) -> None:
-        """Counts service that an adapter had."""
+        """Counts service for an adapter."""
         self._service[adapter] = self._service.get(adapter, 0) + tokens
 
     def turns(self) -> Iterator[Line]:
         """Yields the lines in the order of their turns.
 
-        After each, the caller says what became of its first request, with admit(), refuse() or remove(). A line that
-        was not refused and has more requests comes again when its next turn is.
+        After each, the caller reports the fate of its first request with admit(), refuse() or remove(). A line that
+        was not refused and has more requests comes again at its next turn.
         """
         self._slotless = None
         for line in sorted((line for line in self._lines.values() if line.refused), key=lambda line: line.first.number):
@@ -102,7 +102,7 @@ class FairQueue:
             if line.requests and line.first is not first:
                 line.refused = False  # it had its turn
             if self._slotless:
-                break  # no slot is free, for the others neither
+                break  # no slot is free for the others either
         heap = [self._place(line) for line in self._lines.values() if not line.refused]
         heapq.heapify(heap)
         while heap:
@@ -115,9 +115,9 @@ class FairQueue:
                 heapq.heappush(heap, self._place(line))
 
     def admit(self, line: Line, tokens: int) -> None:
-        """Takes out a line's first request, which runs from now on; ``tokens`` of its prompt are not in the cache."""
+        """Removes a line's first request, which runs from now on; ``tokens`` of its prompt are not in the cache."""
         if line.refused:
-            self._raise(line.adapter)  # waiting for a slot earns a turn, but no more than that
+            self._raise(line.adapter)  # waiting for a slot earns a turn, but no more
         self._turn = max(self._turn, self._service[line.adapter])
         self.charge(line.adapter, tokens)
         line.refused = False
@@ -127,9 +127,9 @@ class FairQueue:
             self._slotless.overtaken += 1
 
     def refuse(self, line: Line, lacks_slot: bool) -> None:
-        """Passes over a line, whose adapter is not ready.
+        """Skips a line whose adapter is not ready.
 
-        ``lacks_slot`` says that the adapter is ready but for a slot, all of which others use.
+        ``lacks_slot`` says that the adapter lacks only a slot, since others use them all.
         """
         line.refused = True
         if lacks_slot and self._slotless is None:

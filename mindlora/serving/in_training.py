@@ -1,4 +1,4 @@
-"""An engine over a network in training: it has that network's weights, not copies, and its adapters as they are now."""
+"""An engine over a network in training: it shares that network's weights and has its current adapters."""
 
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 
@@ -31,30 +31,30 @@ from mindlora.serving.network import build_network, linear_cells
 from mindlora.serving.packed_adapter import Block, PackedAdapter
 from mindlora.serving.settings import EngineSettings
 
-# By which requests ask for the adapter that trains, where there is one.
+# The name under which requests ask for the adapter in training, if there is only one.
 TRAINED = "trained"
-# The joined cells of a served mcore network, and the cell of Hugging Face's whose name tells theirs in training.
+# The joined cells of a served mcore network, and the cell of Hugging Face's whose name gives theirs in training.
 _JOINED = {"linear_qkv": ("q_proj", "linear_q", "linear_qkv"), "gate_up_proj": ("gate_proj", "gating", "linear_fc1")}
 
 
 class TrainedEngine:
     """An engine for the model that a network trains, in the same process, with one copy of the weights.
 
-    Its own are the key-value cache and the slots of each pool. Requests for an adapter that trains get it as it was
-    when ``publish`` was called last, None gets the base, and other names get adapters of files, which are joined and
-    checked as load_lora does it on the network in training. While the engine has requests, training computes in turns
+    It owns the key-value cache and the slots of each pool. Requests for an adapter in training get its state at
+    the last call of ``publish``, None gets the base, and other names get adapters of files, which are joined and
+    checked as load_lora does on the network in training. While the engine has requests, training computes in turns
     (Engine.turns).
 
     Args:
         networks (mapping): Name -> MindFormers' model in training, with plain LoRA on linear cells: the adapter of that
             name. All have the same parameters for the base, and its weights have been loaded.
         model (mapping): The node ``model`` of its YAML.
-        tokenizer: As load_tokenizer returns it.
+        tokenizer: The result of load_tokenizer.
         settings (EngineSettings): The engine's sizes.
         adapters (mapping): Name -> path of adapters of files, in any form that is served. Default: none.
 
     Raises:
-        ConfigError: The model is not one that is served, or there is nothing at a path.
+        ConfigError: The model cannot be served, or a path does not exist.
         UnsupportedCellError: An adapter is of a variant, or on a cell, that is not published from memory.
         AdapterError: The adapter of a file cannot be used, or was trained on another base.
     """
@@ -68,7 +68,7 @@ class TrainedEngine:
         adapters: Optional[Mapping[str, str]] = None,
     ):
         for network in networks.values():
-            # Else MindSpore draws the values of a new adapter when it compiles training, after the first was published.
+            # Otherwise MindSpore draws a new adapter's values when it compiles training, after the first was published.
             network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
         first = next(iter(networks.values()))
@@ -95,7 +95,7 @@ class TrainedEngine:
         registry = AdapterRegistry(paths=adapters)
         for name in networks:
             registry.publish(name)
-        # How joined cells order their rows, the network in training tells.
+        # The network in training determines the order of rows in joined cells.
         shapes = {path: cell._replace(linear=True) for path, cell in cell_shapes(first, trained).items()}
         fingerprint = fingerprints_of(trained)
         cells = ServedCells(linear, shapes, [fingerprint])
@@ -109,7 +109,7 @@ class TrainedEngine:
             self.publish(name)
 
     def publish(self, name: str = TRAINED) -> None:
-        """Gives the requests for an adapter that trains, and come from now on, the adapter as it is."""
+        """Makes the current state of an adapter in training the one that new requests get."""
         blocks = {}
         for path, cell in self._adapted[name].items():
             a, b = cell.pair()
@@ -123,7 +123,7 @@ class TrainedEngine:
 def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
     """Returns id of a weight -> (adapter path, cell) of the linear cells of a network in training.
 
-    The weight's name has that path, whatever wrappers the network has; a tied head's weight has the embedding's.
+    The weight's name has that path under any wrappers of the network; a tied head's weight has the embedding's.
     """
     found = {}
     for path, cell in network.cells_and_names():
@@ -137,7 +137,7 @@ def _linear_cells_by_weight(network: nn.Cell) -> Dict[int, Tuple[str, nn.Cell]]:
 def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Optional[dict]]) -> None:
     """Raises BaseMismatchError if an adapter was trained on the same cells of another base.
 
-    A file has the parts of joined cells, and the pairs that were joined again are those that it was trained with.
+    A file has the parts of joined cells, and the rejoined pairs are those of its training.
     """
     current = fingerprint(packed.blocks)
     if packed.fingerprint and current and packed.fingerprint.get("shapes") == current["shapes"]:
@@ -145,7 +145,7 @@ def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Op
 
 
 def _quantize_as(served: nn.Cell, network: nn.Cell) -> None:
-    """Gives the served network, which has no values yet, cells in NF4 where the one in training has."""
+    """Gives the served network, which has no values yet, cells in NF4 like the one in training."""
     packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
     cells = {id(cell): cell for cell in linear_cells(served).values() if _there(cell.weight.name, served) in packed}
     prefixes = {key: cell.weight.name.rpartition(".")[0] for key, cell in cells.items()}
@@ -157,7 +157,7 @@ def _parameters(network: nn.Cell) -> Dict[str, Parameter]:
 
 
 def _there(name: str, served: nn.Cell) -> str:
-    """Returns the name in training of a parameter of the served network."""
+    """Returns the name, in the network in training, of a parameter of the served network."""
     return _name_in_training(name) if isinstance(served, McoreNetwork) else name
 
 
@@ -165,7 +165,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
     """Gives a network of build_network(in_training=True) the weights of the one in training, in place.
 
     Raises:
-        UnsupportedCellError: The network in training holds the weights in another form.
+        UnsupportedCellError: The network in training holds its weights in another form.
     """
     trained = _parameters(network)
     for _, cell in served.cells_and_names():
@@ -186,7 +186,7 @@ def share_base(served: nn.Cell, network: nn.Cell) -> None:
 
 
 def _as_served(parameter: Parameter, trained: Parameter) -> Parameter:
-    """Returns the parameter in training; of a vector in another dtype, as of norms in 16 bits, a copy."""
+    """Returns the parameter in training, or a copy for vectors of another dtype, such as norms in 16 bits."""
     if trained.dtype == parameter.dtype or trained.ndim > 1:
         return trained
     return Parameter(trained.astype(parameter.dtype), name=parameter.name, requires_grad=False)

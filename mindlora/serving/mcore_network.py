@@ -1,8 +1,8 @@
-"""The network by which Qwen3, Qwen3-MoE and GLM4 are served: MindFormers' own inference of them takes no adapters.
+"""The network that serves Qwen3, Qwen3-MoE and GLM4, since MindFormers' own inference of them takes no adapters.
 
-What it computes otherwise on Ascend than on a CPU is in mcore_operators. Cells and parameters have Hugging Face's
-names, with q, k, v, gate and up apart: adapters in joined pairs are split. A network that is to hold the weights of one
-in training has them joined, as that one has.
+mcore_operators has the parts that differ between Ascend and a CPU. Cells and parameters have Hugging Face's
+names, with q, k, v, gate and up apart: adapters in joined pairs are split. A network that shares the weights of one
+in training has them joined in the same way.
 """
 
 import types
@@ -36,12 +36,12 @@ from mindlora.serving.stacked_experts import StackedExperts
 
 
 class JoinedRows(NamedTuple):
-    """How the rows of joined weights lie in the network in training whose weights a served one is to hold.
+    """The order of rows in the joined weights of the network in training whose weights a served one shares.
 
     Attributes:
-        by_head (bool): Whether linear_qkv has for each key-value head those of q, k and v; else those of all heads of
-            q come first, then k's, then v's.
-        alternates (bool): Whether those of gate and up alternate in linear_fc1; else gate's come first.
+        by_head (bool): Whether linear_qkv has the rows of q, k and v for each key-value head; else those of all heads
+            of q come first, then k's, then v's.
+        alternates (bool): Whether the rows of gate and up alternate in linear_fc1; else gate's come first.
     """
 
     by_head: bool
@@ -62,8 +62,8 @@ def build_mcore(
     """Builds the network of an mcore YAML with a paged key-value cache, for the device of the context.
 
     On a CPU it computes in float32, and the weights of linear cells are held in params_dtype; on Ascend it computes in
-    compute_dtype. Its parameters have no values until load_base fills them, or, with ``rows``, until it is given those
-    of a network in training. Raises ConfigError if it is not one that is served.
+    compute_dtype. Its parameters have no values until load_base fills them, or, with ``rows``, until it gets those
+    of a network in training. Raises ConfigError for models that are not served.
     """
     context = {"device_target": ms.get_context("device_target")}
     run = YamlRun({"use_legacy": False, "context": context, "model": {"model_config": model_config}})
@@ -77,11 +77,11 @@ def build_mcore(
 
 
 class McoreNetwork(nn.Cell):
-    """A decoder and its output head, whose weight is the embedding's table where these are tied.
+    """A decoder and its output head, whose weight is the embedding's table if they are tied.
 
     Attributes:
         config: vocab_size, num_heads, n_kv_heads and eos_token_id, as MindFormers' networks have them.
-        parameter_names (str): Whose names the parameters have, for load_base.
+        parameter_names (str): The naming of its parameters, for load_base.
     """
 
     parameter_names = HF
@@ -92,7 +92,7 @@ class McoreNetwork(nn.Cell):
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
         if sizes.tied:
-            # Where two operators read a parameter, MindSpore copies it, which it does not do on a CPU in bfloat16.
+            # MindSpore copies a parameter that two operators read, which on a CPU it cannot do in bfloat16.
             dtypes = dtypes._replace(table=dtypes.compute)
         self.model = Decoder(sizes, settings, dtypes, rows)
         self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
@@ -100,14 +100,14 @@ class McoreNetwork(nn.Cell):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def add_flags_custom(self, is_first_iteration: bool) -> None:
-        """MindFormers' networks tell prompts and decoding apart by it; this one sees it in what it is given."""
+        """MindFormers' networks distinguish prompts from decoding by it; this one distinguishes them by its inputs."""
 
 
 class Decoder(nn.Cell):
     """Tokens to hidden states, over a cache: what ServedStep calls, with MindFormers' names of the inputs.
 
     Inputs:
-        - The arrays of StepInputs, with **tokens** of shape [1, T] or [T, 1]. The mask is not looked at: it follows
+        - The arrays of StepInputs, with **tokens** of shape [1, T] or [T, 1]. The mask is not read, since it follows
           from the positions.
 
     Outputs:
@@ -139,7 +139,7 @@ class Decoder(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)); both sums may take norms of what is added."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)); both summands may go through norms."""
 
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes, rows: Optional[JoinedRows]):
         super().__init__()
@@ -172,9 +172,9 @@ def _feed_forward(sizes: DecoderSizes, dtypes: Dtypes, rows: Optional[JoinedRows
 
 
 class CachedAttention(JoinsLinears):
-    """Causal attention over the cache, with norms of the heads of q and k if asked for.
+    """Causal attention over the cache, with optional norms of the heads of q and k.
 
-    A subclass makes q, k and v.
+    A subclass computes q, k and v.
 
     Attributes:
         n_kv_head, head_dim (int): By them adapters on linear_qkv are split for q, k and v.
@@ -202,7 +202,7 @@ class CachedAttention(JoinsLinears):
 
 
 class Attention(CachedAttention):
-    """CachedAttention with a cell for each of q, k and v, and biases on them if asked for."""
+    """CachedAttention with separate cells for q, k and v, and optional biases."""
 
     joined = ("q_proj", "k_proj", "v_proj")
 
@@ -219,7 +219,7 @@ class Attention(CachedAttention):
 
 
 class JoinedAttention(CachedAttention):
-    """CachedAttention with one cell for q, k and v, as a network in training has it.
+    """CachedAttention with one cell for q, k and v, as in a network in training.
 
     Args:
         by_head (bool): As in JoinedRows.
@@ -234,7 +234,7 @@ class JoinedAttention(CachedAttention):
         self.linear_qkv = _linear(sizes.hidden, self.queries + 2 * self.keys, dtypes, sizes.has_bias)
 
     def join_linears(self) -> None:
-        """They are one already."""
+        """Does nothing, as they are already one cell."""
 
     def projected(self, x: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, [T, heads * head_dim] each."""
@@ -267,7 +267,7 @@ class FeedForward(JoinsLinears):
 
 
 class JoinedFeedForward(nn.Cell):
-    """FeedForward with one cell for gate and up, whose rows follow each other or alternate."""
+    """FeedForward with one cell for gate and up, whose rows follow one another or alternate."""
 
     def __init__(self, hidden: int, inner: int, dtypes: Dtypes, alternates: bool = False):
         super().__init__()
@@ -307,7 +307,7 @@ class RoutedFeedForward(nn.Cell):
 
 
 class Router(nn.Cell):
-    """x W^T, the logits of all experts for each token, in float32 whatever the network computes in."""
+    """x W^T, the logits of all experts for each token, in float32 for any dtype of the network."""
 
     def __init__(self, experts: int, hidden: int):
         super().__init__()
@@ -326,7 +326,7 @@ class Embedding(nn.Cell):
         self.weight = _weight(dtypes.table, vocabulary, hidden)
         self.dtype = dtypes.compute
         self.gather = ops.Gather()
-        # MindSpore has no operator on a CPU for the rows of a table of 16 bits; training may share one too.
+        # On a CPU, MindSpore has no operator for the rows of a 16-bit table; training may share one too.
         self.held_rows = FrozenRows() if on_cpu() else None
 
     def construct(self, tokens: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class Embedding(nn.Cell):
 
 
 class Norm(nn.Cell):
-    """rms_norm with a weight of its own."""
+    """rms_norm with its own weight."""
 
     def __init__(self, size: int, eps: float, dtypes: Dtypes):
         super().__init__()
@@ -349,10 +349,10 @@ class Norm(nn.Cell):
 
 def _linear(in_channels: int, out_channels: int, dtypes: Dtypes, has_bias: bool = False) -> nn.Dense:
     cell = nn.Dense(in_channels, out_channels, has_bias=has_bias, dtype=dtypes.linear)
-    # In which it computes, whatever its weight is held in.
+    # The dtype in which it computes, whatever dtype holds its weight.
     cell.dtype = dtypes.compute
     if has_bias and not on_cpu():
-        # As MindFormers' Linear has it. BiasAdd would be compiled there when it runs first.
+        # As in MindFormers' Linear. BiasAdd would be compiled when it first runs.
         cell.bias_add = ops.Add()
     return cell
 

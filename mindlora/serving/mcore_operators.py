@@ -1,6 +1,6 @@
-"""What the network of mcore models computes by other operators on Ascend than on a CPU: cells in pairs that agree.
+"""The parts of mcore models' network with different operators on Ascend and on a CPU: pairs of equivalent cells.
 
-On a CPU they are mindlora's operators, in float32. On Ascend they are MindSpore's, as in MindFormers' own inference.
+On a CPU they use mindlora's operators, in float32, and on Ascend MindSpore's, as in MindFormers' own inference.
 """
 
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -17,9 +17,9 @@ from mindlora.ops.paged_attention import PagedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.serving.settings import EngineSettings
 
-# MindFormers' number of each way to turn pairs of a head, for ApplyRotaryPosEmb.
+# MindFormers' number for each way of rotating pairs of a head, for ApplyRotaryPosEmb.
 _HALVES, _NEIGHBOURS = 2, 3
-# What is added to the score of a token that is not to be seen.
+# The number added to the score of a masked token.
 _UNSEEN = -10000.0
 
 
@@ -27,11 +27,11 @@ class Dtypes(NamedTuple):
     """The dtypes of a network.
 
     Attributes:
-        compute: Of what linear cells compute, of all that lies between them, and of the cache.
-        linear: Of the weights of linear cells and experts, which are cast to ``compute``.
-        table: Of the embedding.
-        norm: Of norms and their weights.
-        rotary: Of the cosines and sines of positions.
+        compute: The dtype in which linear cells and the cells between them compute, and of the cache.
+        linear: The dtype of the weights of linear cells and experts, which are cast to ``compute``.
+        table: The dtype of the embedding.
+        norm: The dtype of norms and their weights.
+        rotary: The dtype of the cosines and sines of positions.
     """
 
     compute: mstype.Type
@@ -44,7 +44,7 @@ class Dtypes(NamedTuple):
 def dtypes_of(model_config: Dict[str, Any]) -> Dtypes:
     """Returns the dtypes of the network that the model_config of a YAML describes.
 
-    On Ascend weights are held as they are multiplied: cast once, and not in each step.
+    On Ascend weights are held in the products' dtype: cast once, and not in each step.
     """
     if on_cpu():
         wide, held = mstype.float32, getattr(mstype, dtype_of(model_config, "params_dtype"))
@@ -70,10 +70,10 @@ def largest(count: int) -> nn.Cell:
 
 
 def positions_of(sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes) -> nn.Cell:
-    """Returns the cell that makes of a step's arrays what attention needs in each layer, as one tuple.
+    """Returns the cell that computes attention's inputs for all layers from a step's arrays, as one tuple.
 
-    Its inputs are context_lengths, query_lengths, block_tables, slot_mapping and positions, as in StepInputs. Of a step
-    in which each request has one token, query_lengths and positions may be None on Ascend.
+    Its inputs are context_lengths, query_lengths, block_tables, slot_mapping and positions, as in StepInputs. In a step
+    with one token per request, query_lengths and positions may be None on Ascend.
     """
     kind = CpuPositions if on_cpu() else AscendPositions
     return kind(sizes, settings.seq_length, dtypes)
@@ -82,7 +82,7 @@ def positions_of(sizes: DecoderSizes, settings: EngineSettings, dtypes: Dtypes) 
 def cached_attention(sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type) -> nn.Cell:
     """Returns the cell of query, key, value [T, heads * head_dim] and that tuple -> attention over the cache, as query.
 
-    Queries and keys are turned by their positions, and keys and values written to the cache before.
+    It first rotates queries and keys by their positions and writes keys and values to the cache.
     """
     kind = CpuCachedAttention if on_cpu() else AscendCachedAttention
     return kind(sizes, settings, dtype)
@@ -151,7 +151,7 @@ class CpuPositions(nn.Cell):
 
 
 class AscendPositions(nn.Cell):
-    """See positions_of. Where requests have several tokens, it makes the mask too, [T, length]."""
+    """See positions_of. If requests have several tokens, it computes the mask too, [T, length]."""
 
     def __init__(self, sizes: DecoderSizes, length: int, dtypes: Dtypes):
         super().__init__()
@@ -207,7 +207,7 @@ class CpuCachedAttention(_Cache):
 
 
 class AscendCachedAttention(_Cache):
-    """See cached_attention. MindSpore takes the lengths from the graph's inputs of their names: see ServedStep."""
+    """See cached_attention. MindSpore reads the lengths from the graph's inputs of these names: see ServedStep."""
 
     def __init__(self, sizes: DecoderSizes, settings: EngineSettings, dtype: mstype.Type):
         super().__init__(sizes, settings, dtype)
@@ -228,9 +228,9 @@ class AscendCachedAttention(_Cache):
 
 
 def _rotary_order(sizes: DecoderSizes) -> Optional[Tensor]:
-    """Returns the order of a head's elements in which element i and i + head_dim / 2 are turned together.
+    """Returns the order of a head's elements in which elements i and i + head_dim / 2 form a pair.
 
-    None where they are so already. In queries and keys alike, the order changes no score.
+    None if they already do. Applied to both queries and keys, the order changes no score.
     """
     turned, half = sizes.rotary, sizes.head_dim // 2
     if turned == sizes.head_dim and not sizes.interleaved:
@@ -243,9 +243,9 @@ def _rotary_order(sizes: DecoderSizes) -> Optional[Tensor]:
 
 
 def _rotary_tables(positions: int, sizes: DecoderSizes, together: bool) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns cosine and sine [positions, head_dim] of the angles; 0 is not turned.
+    """Returns cosine and sine [positions, head_dim] of the angles; position 0 is not rotated.
 
-    The two elements that are turned by one angle are neighbours (``together``), or half a head apart.
+    The two elements of a pair are neighbours (``together``), or half a head apart.
     """
     frequencies = np.zeros(sizes.head_dim // 2, np.float32)
     turned = np.arange(0, sizes.rotary, 2, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""MindFormers' network, made for serving: with its key-value cache, and pools of adapters on its linear cells."""
+"""MindFormers' network for serving: with its key-value cache, and pools of adapters on its linear cells."""
 
 import logging
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
@@ -33,11 +33,11 @@ FEW_TOKENS = 64
 def build_network(model: Mapping[str, Any], settings: EngineSettings, in_training: bool = False) -> nn.Cell:
     """Builds a causal language model with a paged key-value cache, for single processes.
 
-    It is MindFormers' own, but for mcore models (see mcore_network), which have no ``type`` in model_config.
+    It is MindFormers' own, except for mcore models (see mcore_network), which have no ``type`` in model_config.
 
     The model is in evaluation mode, and its parameters have no values until load_base fills them, or, for a network
-    that is ``in_training``, share_base gives it that network's. pet_config in ``model``, that node of a YAML, is not
-    looked at. Raises ConfigError if MindFormers cannot build the model, or its
+    that is ``in_training``, share_base gives it the trained network's. pet_config in ``model``, the YAML's node, is
+    ignored. Raises ConfigError if MindFormers cannot build the model, or its
     attention has no paged cache.
     """
     if not model["model_config"].get("type"):
@@ -79,7 +79,7 @@ def build_network(model: Mapping[str, Any], settings: EngineSettings, in_trainin
 
 
 def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
-    """Returns adapter path -> cell for every linear cell, quantized or not, the output head included."""
+    """Returns adapter path -> cell for every linear cell, quantized or not, including the output head."""
     return {
         adapter_path(cell, path): cell
         for path, cell in network.cells_and_names()
@@ -88,17 +88,17 @@ def linear_cells(network: nn.Cell) -> Dict[str, nn.Cell]:
 
 
 def stacked_experts(network: nn.Cell) -> Dict[str, StackedExperts]:
-    """Returns path -> cell of the experts of each layer that has any; a weight's adapter path is that and its name."""
+    """Returns path -> cell of each layer's experts; a weight's adapter path is this path and its name."""
     return {path: cell for path, cell in network.cells_and_names() if isinstance(cell, StackedExperts)}
 
 
 def add_pools(
     network: nn.Cell, cells: Mapping[str, nn.Cell], settings: EngineSettings
 ) -> Dict[str, Union[MultiLoRADense, MultiLoRAExperts]]:
-    """Puts a pool of adapters on the cells that linear_cells returned, and on the experts, in place.
+    """Puts a pool of adapters on the cells from linear_cells and on the experts, in place.
 
     The network's weights must have been loaded. Returns adapter path -> pool, linear cells first. Raises ConfigError if
-    they cannot be of settings.adapter_dtype, or products in settings.product_dtype.
+    they cannot have settings.adapter_dtype, or products settings.product_dtype.
     """
     rounds = _rounds(settings.product_dtype, cells, bool(stacked_experts(network)))
     dtype = None if settings.adapter_dtype is None else getattr(mstype, settings.adapter_dtype)
@@ -125,9 +125,9 @@ def add_pools(
 
 
 def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_experts: bool) -> bool:
-    """Returns whether linear cells multiply in bfloat16: where that is asked for, or nothing is and it is faster.
+    """Returns whether linear cells multiply in bfloat16: if that is requested, or no dtype is and it is faster.
 
-    Raises ConfigError if it is asked for and not possible here, for any cell; warns if it saves no time.
+    Raises ConfigError if it is requested and not possible for some cell; warns if it saves no time.
     """
     if product_dtype == "float32":
         return False
@@ -146,9 +146,9 @@ def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_expe
 
 
 def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> str:
-    """Returns what keeps linear cells from multiplying in bfloat16 and what to do, or "" if nothing does."""
+    """Returns the obstacle to linear cells multiplying in bfloat16, and what to do, or ""."""
     if has_experts:
-        # Nor are the last bits of their router's product the same in each batch, and rounding would make more of it.
+        # The last bits of their router's product also depend on the batch, and rounding would amplify that.
         return "product_dtype is bfloat16 and the model has routed experts, which multiply in float32. Leave it out."
     path = choose("rounded_linear")
     if path.path != "cpu":
@@ -178,7 +178,7 @@ def _obstacle_to_rounding(cells: Mapping[str, nn.Cell], has_experts: bool) -> st
 
 
 def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -> None:
-    """Raises ConfigError if pools of the settings' adapter_dtype do not go with what the network computes in."""
+    """Raises ConfigError if pools of the settings' adapter_dtype do not suit the network's compute dtype."""
     held = {pool.lora_pool.dtype for pool in pools.values()}
     computed = next(iter(pools.values())).dtype
     if len(held) > 1:
@@ -195,24 +195,24 @@ def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -
 class ServedStep(CompiledOnce):
     """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
 
-    The network is one of build_network, after add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
-    None without pools. ``few`` asks for the graph of few tokens: see takes_few. Tables of blocks are
-    ``blocks_per_request`` wide. With ``batch`` all shapes are fixed, those of a step that decodes so many requests.
+    The network comes from build_network and add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
+    None without pools. ``few`` selects the graph for few tokens: see takes_few. Tables of blocks are
+    ``blocks_per_request`` wide. With ``batch`` all shapes are fixed to a step that decodes so many requests.
 
     Inputs:
-        - The arrays of StepInputs, but **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
+        - The arrays of StepInputs, except **tokens** of shape [1, T], or [T, 1] if ``decodes``, and **slots** of
           shape [max_tokens_per_step], the rest -1. **slot_mapping** is left out if ``on_cpu``. context_lengths and
           query_lengths are **batch_valid_length** and **q_seq_lens**: on Ascend, MindSpore gives the lengths to
           PagedAttention from the graph's inputs of these names.
 
     Outputs:
-        Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of what the head took for every
+        Tuple of the logits after the tokens ``last``, [R, vocabulary] float32, and of the head's input for every
         token, [T, hidden_size].
 
     Attributes:
         decodes (bool): Whether it takes MindFormers' form of decoding, in which each request has one token.
-        on_cpu (bool): Whether keys and values go where block_tables says, and what is causal follows from the lengths:
-            neither slots nor a mask are read. With an input that nothing reads, MindSpore would prepare all parameters
+        on_cpu (bool): Whether block_tables says where keys and values go, and the lengths what is causal:
+            neither slots nor a mask are read. With an unread input, MindSpore would prepare all parameters
             anew before each step.
     """
 
@@ -232,10 +232,10 @@ class ServedStep(CompiledOnce):
         self.on_cpu = ms.get_context("device_target") == "CPU"
         self.reshape = ops.Reshape()
         self.assign = ops.Assign()
-        # Its values are not read on a CPU; its shape alone must be that of a mask.
+        # Its values are not read on a CPU; only its shape must be a mask's.
         self.no_mask = Tensor([[0.0]], mstype.float32)
         self.set_train(False)
-        # By these names MindSpore knows that a step is always the same graph, and does not look at all cells again.
+        # These names tell MindSpore that a step is always the same graph, so that it does not check all cells again.
         self.phase = "increment" if few else "prefill"
         tokens = [batch, 1] if self.decodes else [1, batch]
         each, tables = [batch], [batch, blocks_per_request]
@@ -275,7 +275,7 @@ class ServedStep(CompiledOnce):
 
 
 class ServedHead(CompiledOnce):
-    """The logits after some tokens of a step, a few at a time: those of all tokens could be larger than the model.
+    """The logits after some tokens of a step, a few at a time: all tokens' logits could be larger than the model.
 
     Inputs:
         - **hidden** (Tensor) - [T, hidden_size], as ServedStep returns it.
@@ -306,18 +306,18 @@ class ServedHead(CompiledOnce):
 
 
 class ServedEmbedding(CompiledOnce):
-    """The base's embedding; for the tokens of some adapters, rows of the adapter's own.
+    """The base's embedding, with the adapter's own rows for the tokens of some adapters.
 
     Inputs:
         - **tokens** (Tensor) - int32, T tokens together.
 
     Outputs:
-        Tensor: that of the base's cell, or where ``owned`` is not 0 the rows of ``rows``.
+        Tensor: the output of the base's cell, or the rows of ``rows`` where ``owned`` is not 0.
 
     Attributes:
         rows, owned (Parameter): float32 [max_tokens_per_step, hidden] and [max_tokens_per_step, 1], of the step's
             tokens in order. See put_rows.
-        replaced (bool): A flag, read when a graph is compiled: whether any token may have a row of its own.
+        replaced (bool): Whether any token may have its own row; read when a graph is compiled.
     """
 
     def __init__(self, embedding: nn.Cell, table: Parameter, max_tokens: int):
@@ -359,7 +359,7 @@ def embedding_of(network: nn.Cell) -> Tuple[nn.Cell, Parameter]:
 
 
 def open_embedding(network: nn.Cell, settings: EngineSettings) -> ServedEmbedding:
-    """Lets the adapters of a network have embeddings of their own, in place; its weights must have been loaded."""
+    """Enables adapters of a network to have their own embeddings, in place; its weights must have been loaded."""
     cell, table = embedding_of(network)
     served = ServedEmbedding(cell, table, settings.max_tokens_per_step)
     replace_children(network, {id(cell): served})
@@ -367,23 +367,23 @@ def open_embedding(network: nn.Cell, settings: EngineSettings) -> ServedEmbeddin
 
 
 def takes_few(tokens: int, decodes: bool) -> bool:
-    """Returns whether a step of so many tokens is for the graph of few; ``decodes`` is that of StepInputs.
+    """Returns whether a step of so many tokens uses the graph for few; ``decodes`` is as in StepInputs.
 
-    On a CPU these are steps of few tokens, whatever they are: there the linear cells read each weight once (figures:
-    ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has a form of its own.
+    On a CPU these are all steps of few tokens: there the linear cells read each weight once (figures:
+    ops/multi_lora_linear/README.md). On Ascend they are decode steps, for which MindFormers has its own form.
     """
     return decodes if decodes_alone(True) else tokens <= FEW_TOKENS
 
 
 def decodes_alone(few: bool) -> bool:
-    """Returns whether the graph for few tokens, or the other one, has MindFormers' form of decoding."""
+    """Returns whether the graph for few, or for many, tokens has MindFormers' form of decoding."""
     return few and ms.get_context("device_target") != "CPU"
 
 
 def set_stage(network: nn.Cell, few: bool, beyond_pairs: bool) -> None:
-    """Sets the flags by which cells tell the graphs apart; they are read when a graph is compiled.
+    """Sets the flags by which cells distinguish the graphs; they are read when a graph is compiled.
 
-    ``beyond_pairs`` says whether adapters of the step may have gains, or embeddings of their own.
+    ``beyond_pairs`` says whether adapters of the step may have gains or their own embeddings.
     """
     decodes = decodes_alone(few)
     network.add_flags_custom(is_first_iteration=not decodes)

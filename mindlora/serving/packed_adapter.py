@@ -1,4 +1,4 @@
-"""PackedAdapter: an adapter as the pools of a served network take it, one block for each cell."""
+"""PackedAdapter: an adapter in the form of a served network's pools, one block for each cell."""
 
 import dataclasses
 import math
@@ -21,30 +21,29 @@ from mindlora.network.variants.dora import row_norms
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables, refuse_served, take_tables
 from mindlora.serving.score_head import ScoreHead, take_score
 
-# What is at least this large rounds to infinity: halfway from the largest number to the next power of two.
+# Numbers of at least this size round to infinity: halfway from the largest number to the next power of two.
 _LIMITS = {np.dtype("<f2"): 65520.0, BFLOAT16: (2 - 2.0**-8) * 2.0**127}
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedLayout:
-    """The cells of a served network that have a pool, and what an adapter must satisfy to go into a slot of it.
+    """The cells of a served network with a pool, and the conditions on an adapter for a slot.
 
     Attributes:
         cells (dict): Adapter path -> CellShape.
         max_rank (int): Rows of a slot.
-        dtype (dtype): That of the pools: float32, float16 or numerics.dtypes.BFLOAT16.
+        dtype (dtype): The dtype of the pools: float32, float16 or numerics.dtypes.BFLOAT16.
         fingerprint (callable or None): Takes the paths of the adapted cells and returns the fingerprint of the base's
-            weights there (see nn.base_fingerprint.fingerprints_of), for adapters that say on which base they were
-            trained; None checks no base. It is called in the thread that prepares.
-        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None where it is not
-            on a CPU.
+            weights there (see network.base_fingerprint.fingerprints_of), for adapters that state on which base they
+            were trained; None skips this check. It is called in the thread that prepares.
+        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None except on a CPU.
         tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
         hidden (int or None): The width of the model, for the heads of classifiers; None takes any.
-        experts (int): How many experts a stacked weight among the cells has; 0 where there are none.
-        other_fingerprints (tuple of callables): As fingerprint, of the base as models were trained that order the rows
-            of their joined cells otherwise.
-        exact (bool): Whether an adapter is refused whose numbers ``dtype`` does not hold as they are.
-        fills_experts (bool): Whether each expert of a slot has max_rank rows, as GroupedExperts takes them.
+        experts (int): Number of experts of a stacked weight among the cells; 0 without any.
+        other_fingerprints (tuple of callables): As fingerprint, for the base in models that order the rows
+            of their joined cells differently.
+        exact (bool): Whether an adapter is refused if ``dtype`` cannot hold its numbers exactly.
+        fills_experts (bool): Whether each expert of a slot has max_rank rows, as in GroupedExperts.
     """
 
     cells: Mapping[str, CellShape]
@@ -61,14 +60,14 @@ class ServedLayout:
 
 
 class Block(NamedTuple):
-    """What one cell's slot holds.
+    """The content of one cell's slot.
 
     Attributes:
-        rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j]. Of
-            stacked experts, [experts * r, in_channels + out_channels]: those of each expert in turn; where a layout
-            fills experts, max_rank takes the place of r, with rows of zeros.
-        scale (float): What B A is multiplied by.
-        gain (array or None): DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels]; None for 0.
+        rows (array): [r, in_channels + out_channels] of the pool's dtype: row j is A[j, :] followed by B[:, j]. For
+            stacked experts, [experts * r, in_channels + out_channels]: each expert's rows in turn; if a layout
+            fills experts, max_rank replaces r, with rows of zeros.
+        scale (float): The factor of B A.
+        gain (array or None): DoRA's m / ||W + scale B A|| - 1 for each row, float32 [out_channels]; None for 0.
     """
 
     rows: np.ndarray
@@ -83,15 +82,15 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedAdapter:
-    """An adapter that has passed every check and can be copied into a slot as it is.
+    """An adapter that has passed all checks and can be copied into a slot.
 
     Attributes:
-        source (str): Where it was read.
-        blocks (dict): Adapter path -> Block. A cell that is not in it gets rank 0.
-        fingerprint (dict or None): That of the base that it was trained on, as the file has it.
+        source (str): The file or folder from which it was read.
+        blocks (dict): Adapter path -> Block. Other cells get rank 0.
+        fingerprint (dict or None): The fingerprint of its training's base, from the file.
         tables (AdapterTables): Its own embedding and output head.
-        score (ScoreHead or None): The head of a classifier; None of an adapter that writes text.
-        invocation_tokens (tuple of int): Those from which on it acts; empty if on all tokens.
+        score (ScoreHead or None): The head of a classifier; None for an adapter that generates text.
+        invocation_tokens (tuple of int): The tokens from which on it acts; empty for all tokens.
     """
 
     source: str
@@ -105,7 +104,7 @@ class PackedAdapter:
 
 
 class _ServedCells(matching.Cells):
-    """The cells of a layout; an output head of the adapter's own, ``own_head``, has taken the pair on it."""
+    """The cells of a layout; the adapter's own output head, ``own_head``, includes the pair on it."""
 
     def __init__(self, layout: ServedLayout, own_head: bool):
         super().__init__(layout.cells)
@@ -124,9 +123,9 @@ class _ServedCells(matching.Cells):
 
 
 def rank_needed(source: str, joins_cells: bool) -> int:
-    """Returns the largest rank that an adapter has in a network, in which q, k and v are one cell or three.
+    """Returns the largest rank of an adapter in a network, in which q, k and v are one cell or three.
 
-    Pairs of cells that are joined there have the sum of their parts' ranks. Errors are those of reading a file.
+    Pairs of joined cells have the sum of their parts' ranks. Raises the errors of reading a file.
     """
     adapter = files.read(source, extras=Extras(invocation_tokens=True))
     # Served experts are stacked.
@@ -141,13 +140,13 @@ def rank_needed(source: str, joins_cells: bool) -> int:
 def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     """Reads an adapter in any known form, checks it as load_lora does, and packs it for the pools of a network.
 
-    VeRA's vectors are multiplied into its projection, and DoRA's magnitudes become gains of rows. A pickle is never
+    VeRA's vectors are multiplied into its projection, and DoRA's magnitudes become gains of rows. Pickles are never
     read. ``source`` is as for adapters.files.read.
 
     Raises:
         AdapterFormatError, TruncatedAdapterError: The file cannot be read.
         MissingTensorsError, ShapeMismatchError, NotFiniteError, ScaleMismatchError: A tensor cannot be used.
-        UnexpectedTensorsError: A tensor has no place, such as a saved module that is not embedding, head or score.
+        UnexpectedTensorsError: A tensor has no place, such as a saved module other than embedding, head or score.
         RankMismatchError: A rank is above max_rank.
         AdapterError: The layout is exact, and its dtype would round a number.
         BaseMismatchError: It was trained on another base.
@@ -164,7 +163,7 @@ def prepare(source: str, layout: ServedLayout) -> PackedAdapter:
     _check_servable(adapter, layout, source)
     _multiply_projection(adapter, layout)
     cells = _ServedCells(layout, own_head=tables.head is not None)
-    # An adapter can be of tables alone.
+    # An adapter may consist of tables alone.
     rearranged = bool(adapter.paths) and matching.match(adapter, cells, source)
     _check_ranks(adapter, source, rearranged, layout.max_rank)
     if not rearranged and adapter.paths:
@@ -197,7 +196,7 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
 
 
 def _multiply_projection(adapter: Adapter, layout: ServedLayout) -> None:
-    """Gives each cell a pair of its own in the place of a shared projection (VeRA), so that pairs can be joined."""
+    """Gives each cell its own pair in place of a shared projection (VeRA), so that pairs can be joined."""
     if adapter.variant.own_pair:
         return
     widths: Dict[str, Optional[int]] = {}
@@ -216,7 +215,7 @@ def _multiply_projection(adapter: Adapter, layout: ServedLayout) -> None:
 
 
 def _check_base(adapter: Adapter, layout: ServedLayout, source: str) -> None:
-    """Raises BaseMismatchError if the adapter was trained on another base, whatever the order of rows there was."""
+    """Raises BaseMismatchError if the adapter was trained on another base, in any order of rows."""
     if layout.fingerprint is None or adapter.fingerprint is None:
         return
     current = layout.fingerprint(adapter.paths)
@@ -262,7 +261,7 @@ def _block(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Bl
 
 
 def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Optional[np.ndarray]:
-    """Returns what Block's gain is, or None for an adapter without magnitudes."""
+    """Returns Block's gain, or None for an adapter without magnitudes."""
     magnitude = adapter.tensors.get((path, adapter.variant.row_norms))
     if magnitude is None or layout.weights is None:
         return None
@@ -276,7 +275,7 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
 
 
 def _holds(dtype: np.dtype, array: np.ndarray) -> bool:
-    """Returns whether a dtype holds all numbers of a float32 array as they are."""
+    """Returns whether a dtype holds all numbers of a float32 array exactly."""
     with np.errstate(over="ignore"):
         return np.array_equal(to_float32(from_float32(array, dtype)), array)
 

@@ -1,4 +1,4 @@
-"""What the model makes of given texts: hidden states and the scores of heads, for requests that ask for them."""
+"""Readings of given texts: hidden states and the scores of heads, for requests that ask for them."""
 
 from typing import Dict, Optional, Sequence
 
@@ -11,9 +11,9 @@ from mindlora.serving.score_head import misuse
 
 
 def read_texts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, ServingError]:
-    """Fills vectors of requests from the step that ``runner`` has computed last, of these parts.
+    """Fills vectors of requests from the last step of ``runner``, which had these parts.
 
-    Returns the requests that fail, with the reason: their adapter is for something else, or numbers are not finite.
+    Returns the requests that fail, with the reason: their adapter has another purpose, or numbers are not finite.
     """
     failed: Dict[Request, ServingError] = {}
     first = 0
@@ -37,7 +37,7 @@ def read_texts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, Serv
 
 
 def vectors_of(request: Request) -> Optional[np.ndarray]:
-    """Returns float32 [tokens, width], in the order of the tokens; None if not asked."""
+    """Returns float32 [tokens, width], in the order of the tokens; None unless requested."""
     if request.sampling.reading is None:
         return None
     return np.stack([request.vectors[index] for index in sorted(request.vectors)])

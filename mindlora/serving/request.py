@@ -1,4 +1,4 @@
-"""Request: what one caller asks for, and how far it has come."""
+"""Request: one caller's request and its progress."""
 
 import dataclasses
 import enum
@@ -15,12 +15,12 @@ _IDS = itertools.count()
 
 
 class Reading(NamedTuple):
-    """What is asked of a text in place of an answer.
+    """A reading of a text, requested in place of an answer.
 
     Attributes:
-        scores (bool): Whether that are the scores of the adapter's head, and not what a head takes, the hidden state
+        scores (bool): Whether it is the scores of the adapter's head, rather than a head's input, the hidden state
             behind the last norm.
-        every (bool): Of every token, and not of the last one alone.
+        every (bool): Whether for every token, rather than for the last one alone.
     """
 
     scores: bool
@@ -29,37 +29,38 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and when a request ends.
+    """How tokens are sampled, and when a request ends.
 
     Attributes:
-        max_tokens (int): New tokens at most; 0 with prompt_logprobs, to have a text scored and nothing added, and with
-            reading.
-        temperature (float): Divides the logits; 0 always takes the likeliest token.
-        top_p (float): Only the likeliest tokens whose probabilities add up to top_p are drawn from.
-        top_k (int): Only the top_k likeliest tokens are drawn from; 0 for all.
-        min_p (float): Only tokens are drawn from that are at least min_p times as likely as the likeliest (vLLM).
-        repetition_penalty (float): Above 1, the logits of tokens that occurred already are made smaller (Keskar et al.,
+        max_tokens (int): Maximum number of new tokens; 0 with prompt_logprobs, to score a text without an answer, and
+            with reading.
+        temperature (float): Divides the logits; 0 always selects the likeliest token.
+        top_p (float): Draws only from the likeliest tokens whose probabilities add up to top_p.
+        top_k (int): Draws only from the top_k likeliest tokens; 0 for all.
+        min_p (float): Draws only from tokens at least min_p times as likely as the likeliest (vLLM).
+        repetition_penalty (float): Above 1, it reduces the logits of tokens that have occurred (Keskar et al.,
             CTRL, 2019).
-        presence_penalty (float): Subtracted from the logits of tokens that were generated already (OpenAI).
+        presence_penalty (float): Subtracted from the logits of tokens that have been generated (OpenAI).
         frequency_penalty (float): The same, times how often each was generated (OpenAI).
-        logit_bias (tuple of (int, float)): Tokens, and what is added to the logit of each (OpenAI).
-        allowed_tokens (tuple of int): The tokens of which the answer may consist, and its ends; none for all (vLLM).
-        bad_words (tuple of tuple of int): Tokens of texts that the answer does not have: the last of them is not drawn
-            behind the others (vLLM).
-        min_tokens (int): As long as the answer has fewer, no token and no text of ``stop`` ends it (vLLM).
+        logit_bias (tuple of (int, float)): Tokens, and the number added to the logit of each (OpenAI).
+        allowed_tokens (tuple of int): The tokens that the answer may contain, besides its ends; empty for all (vLLM).
+        bad_words (tuple of tuple of int): Tokens of texts that the answer must not contain: the last of them is not
+            drawn behind the others (vLLM).
+        min_tokens (int): While the answer has fewer tokens, no token and no text of ``stop`` ends it (vLLM).
         seed (int or None): Seed of the request's own random stream; None draws one.
         stop (tuple of str): Texts that end the answer; they are not part of it, unless stop_is_shown.
-        stop_tokens (tuple of int): Tokens that end the answer as the end token does, whatever ignore_eos says.
-        ignore_eos (bool): Go on after the end token, up to max_tokens.
-        logprobs (int or None): How many of the likeliest tokens to report beside the chosen one; None for no report.
-        tempered_logprobs (bool): Whether log-probabilities of tokens that are drawn are those of the logits divided by
-            the temperature, as a policy that is trained at this temperature has them.
+        stop_tokens (tuple of int): Tokens that end the answer like the end token, even with ignore_eos.
+        ignore_eos (bool): Whether to continue after the end token, up to max_tokens.
+        logprobs (int or None): Number of likeliest tokens to report beside the chosen one; None for no report.
+        tempered_logprobs (bool): Whether log-probabilities of drawn tokens come from the logits divided by
+            the temperature, as for a policy that is trained at this temperature.
         prompt_logprobs (int or None): The same for the tokens of the prompt, from scored_from on; None for no report.
         scored_from (int): Index of the first token of the prompt to report; at least 1, since nothing predicts the
             first.
-        grammar (Grammar or None): What the answer must be: see mindlora.serving.constraints.
-        reading (Reading or None): What is asked in place of an answer.
-        cache_salt (str or None): Keys and values of the prompt are shared only with requests of the same salt (vLLM).
+        grammar (Grammar or None): The constraint on the answer: see mindlora.serving.constraints.
+        reading (Reading or None): The reading that is requested in place of an answer.
+        cache_salt (str or None): Keys and values of the prompt are shared only between requests with the same salt
+            (vLLM).
     """
 
     max_tokens: int = 16
@@ -89,7 +90,7 @@ class Sampling:
 
 
 class State(enum.Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -101,7 +102,7 @@ class Lease:
     """A slot of the pools that holds an adapter and keeps it while requests use it.
 
     ``version`` is new each time files are read, so that keys and values of an adapter that was replaced on disk are
-    never used with its successor. ``invocation_tokens`` are those from which on the adapter acts; none if on all.
+    never used with its successor. ``invocation_tokens`` are the tokens from which on the adapter acts; empty for all.
     """
 
     name: str
@@ -110,10 +111,10 @@ class Lease:
     invocation_tokens: Tuple[int, ...] = ()
 
     def acts_from(self, prompt: Sequence[int]) -> int:
-        """Returns the index of the first token of a prompt that the adapter acts on.
+        """Returns the index of the first token of a prompt on which the adapter acts.
 
-        That is the first of the invocation tokens where they come last (Greenewald et al., Activated LoRA, 2025; PEFT
-        has it so). Raises RequestError if they do not come at all.
+        It is the first token of the last occurrence of the invocation tokens (Greenewald et al., Activated LoRA, 2025;
+        as in PEFT). Raises RequestError if they do not occur.
         """
         invocation = list(self.invocation_tokens)
         if not invocation:
@@ -135,18 +136,18 @@ class Request:
         prompt (list of int): Token ids, at least one.
         adapter (str or None): Name of the adapter; None for the base.
         number (int): Unique in the process, in the order of creation.
-        tokens (list of int): The prompt and what was generated. Where a prompt is scored alone, the prompt without its
-            last token, after which nothing is asked.
+        tokens (list of int): The prompt and the generated tokens. For a prompt that is only scored, the prompt without
+            its last token, whose successor is not requested.
         computed (int): The tokens from the start whose keys and values are in the cache.
-        cached (int): Those of the prompt's tokens that were in the cache before the request came.
-        blocks (list of int): The blocks of the cache that hold them, in order.
-        lookup (PromptLookup or None): What guesses its next tokens, if the engine speculates.
-        prompt_logprobs (dict): Index in the prompt -> Sampled, of the tokens that were asked for and are computed.
-        vectors (dict): Index in the prompt -> float32 [width], of the tokens that a reading asks for and are computed.
+        cached (int): The prompt's tokens that were in the cache before the request arrived.
+        blocks (list of int): The blocks of the cache that hold its keys and values, in order.
+        lookup (PromptLookup or None): The source of guesses of its next tokens, if the engine speculates.
+        prompt_logprobs (dict): Index in the prompt -> Sampled, for requested tokens that are computed.
+        vectors (dict): Index in the prompt -> float32 [width], for tokens of a reading that are computed.
         lease (Lease or None): The adapter's slot, while the request runs; None for the base.
-        adapted_from (int): The index of the first token that the adapter acts on.
+        adapted_from (int): The index of the first token on which the adapter acts.
         finish_reason (str or None): "stop", "length", "cancelled" or "error" when it is finished.
-        preemptions (int): How often it lost its blocks and was computed again.
+        preemptions (int): How often it lost its blocks and was recomputed.
         arrived, admitted, first_token, finished (float): Times, in seconds of time.monotonic(); 0.0 until they come.
     """
 
@@ -183,7 +184,7 @@ class Request:
 
     @property
     def reusable(self) -> int:
-        """How many of its first tokens need no step if their keys and values are in the cache already."""
+        """The number of its first tokens that need no step if their keys and values are already in the cache."""
         if self.sampling.reading is not None and self.sampling.reading.every:
             return 0
         if self.sampling.prompt_logprobs is None:
@@ -198,9 +199,9 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one step computes for one request: tokens[start : start + count]; those before it are in the cache.
+    """The part of a request that one step computes: tokens[start : start + count]; tokens before it are in the cache.
 
-    ``drafts`` are guesses of the tokens that come next, which the step computes too if it samples.
+    ``drafts`` are guesses of the next tokens, which the step also computes if it samples.
     """
 
     request: Request
@@ -220,7 +221,7 @@ class Part:
 
     @property
     def scores(self) -> range:
-        """The tokens of the prompt, by index, whose log-probabilities the step gives: those after computed ones."""
+        """The tokens of the prompt, by index, whose log-probabilities the step gives: successors of computed ones."""
         sampling, end = self.request.sampling, min(self.start + self.count + 1, len(self.request.prompt))
         if sampling.prompt_logprobs is None:
             return range(0)

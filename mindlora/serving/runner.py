@@ -1,4 +1,4 @@
-"""ModelRunner: computes the steps that the scheduler plans, on MindFormers' network and its pools of adapters."""
+"""ModelRunner: computes the scheduler's steps on MindFormers' network and its pools of adapters."""
 
 import dataclasses
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
@@ -20,22 +20,23 @@ from mindlora.serving.request import Part
 from mindlora.serving.score_head import ScoreHead
 from mindlora.serving.settings import EngineSettings
 
-# StepInputs: what a step of the scheduler's plan gives the network.
+# StepInputs: the network's inputs for a step of the scheduler's plan.
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """B parts with T tokens together, after R of which a next token is chosen. All arrays are int32.
+    """B parts with T tokens in total, after R of which a next token is chosen. All arrays are int32.
 
     Attributes:
         tokens (array [T]): Token ids, part after part.
-        positions (array [T]): Position of each in its request.
-        slots (array [T]): Slot of the adapter of each, -1 for the base and before the first token that it acts on.
+        positions (array [T]): Position of each token in its request.
+        slots (array [T]): Adapter slot of each token, -1 for the base and before the first token on which an adapter
+            acts.
         context_lengths (array [B]): Tokens of each request in the cache after the step.
         query_lengths (array [B]): Tokens of each request in the step.
         block_tables (array [B, max_blocks]): The blocks of each request, in order; -1 after the last.
-        slot_mapping (array [T]): Where the key and value of each token go: block * block_size + place in the block.
-        last (array [R]): Index in tokens of the last one of each part that samples, and of its drafts behind it.
+        slot_mapping (array [T]): Place of the key and value of each token: block * block_size + place in the block.
+        last (array [R]): Index in tokens of the last token of each part that samples, and of the drafts behind it.
     """
 
     tokens: np.ndarray
@@ -55,7 +56,7 @@ class StepInputs:
     def filled_up(self, batch: int) -> "StepInputs":
         """Returns the arrays of a decode step for ``batch`` requests: the last token is computed several times.
 
-        Each time the same key and value are written to the same place of the cache.
+        The same key and value are then written repeatedly to the same place of the cache.
         """
         index = np.minimum(np.arange(batch, dtype=np.int32), np.int32(len(self.tokens) - 1))
         fields = {field.name: getattr(self, field.name)[index] for field in dataclasses.fields(self)}
@@ -63,7 +64,7 @@ class StepInputs:
 
 
 def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> StepInputs:
-    """Returns the arrays for a step of at least one part; ``max_blocks`` is those of the longest sequence."""
+    """Returns the arrays for a step of at least one part; ``max_blocks`` is the longest sequence's number of blocks."""
     starts = np.array([part.start for part in parts], np.int32)
     counts = np.array([part.count + len(part.drafts) for part in parts], np.int32)
     slots = np.array([part.request.slot for part in parts], np.int32)
@@ -89,7 +90,7 @@ def step_inputs(parts: Sequence[Part], block_size: int, max_blocks: int) -> Step
 
 
 def _sampled(part: Part) -> np.ndarray:
-    """Tells of each token of a part whether the next one is chosen after it: the last one, and drafts."""
+    """Returns, for each token of a part, whether the next token is chosen after it: the last one, and drafts."""
     sampled = np.zeros(part.count + len(part.drafts), bool)
     if part.samples:
         sampled[part.count - 1 :] = True
@@ -101,9 +102,9 @@ class SlotPools:
 
     Attributes:
         gained (set of int): The slots whose adapter has gains (DoRA).
-        tables (dict): Slot -> AdapterTables, of adapters with an embedding or an output head of their own.
+        tables (dict): Slot -> AdapterTables, of adapters with their own embedding or output head.
         scores (dict): Slot -> ScoreHead, of classifiers.
-        dtype (dtype): What the pools hold adapters in.
+        dtype (dtype): The dtype of adapters in the pools.
     """
 
     def __init__(self, cells: Mapping[str, MultiLoRADense], dtype: np.dtype):
@@ -116,11 +117,11 @@ class SlotPools:
         self.gained: Set[int] = set()
         self.tables: Dict[int, AdapterTables] = {}
         self.scores: Dict[int, ScoreHead] = {}
-        # What a cell gets that the adapter leaves as it is: one row that adds nothing.
+        # For cells that the adapter does not change: one row that adds nothing.
         self._nothing = [to_tensor(np.zeros((1, cell.lora_pool.shape[2]), dtype)) for cell in cells.values()]
 
     def write(self, slot: int, packed: PackedAdapter) -> None:
-        """Makes a slot hold an adapter, and nothing of the one that was there before."""
+        """Writes an adapter to a slot, leaving nothing of the previous one."""
         blocks = [packed.blocks.get(path) for path in self._paths]
         rows = [to_tensor(block.rows) if block else nothing for block, nothing in zip(blocks, self._nothing)]
         scales = [block.scale if block else 0.0 for block in blocks]
@@ -144,7 +145,7 @@ class SlotPools:
 
 
 class _WriteAll(CompiledOnce):
-    """All cells' writes in one graph; blocks may have any number of rows."""
+    """Writes to all cells' pools in one graph; blocks may have any number of rows."""
 
     def __init__(self, cells):
         super().__init__(auto_prefix=False)
@@ -167,7 +168,7 @@ class _WriteAll(CompiledOnce):
 
 
 class _Write(nn.Cell):
-    """The write to one cell's pool."""
+    """Writes to one cell's pool."""
 
     def __init__(self, cell):
         super().__init__(auto_prefix=False)
@@ -179,7 +180,7 @@ class _Write(nn.Cell):
 
 
 class _WriteGains(CompiledOnce):
-    """All cells' gains of one slot, [1, out_channels] each, in one graph."""
+    """Writes all cells' gains of one slot, [1, out_channels] each, in one graph."""
 
     def __init__(self, cells):
         super().__init__(auto_prefix=False)
@@ -195,12 +196,12 @@ class _WriteGains(CompiledOnce):
 
 
 class StepGraph(NamedTuple):
-    """Which graph computes a step.
+    """The choice of the graph that computes a step.
 
     Attributes:
-        few (bool): Whether it is that of few tokens: see takes_few.
-        beyond_pairs (bool): Whether adapters may have gains, or embeddings of their own.
-        batch (int or None): Requests that it decodes, if its shapes are fixed.
+        few (bool): Whether it is the graph for few tokens: see takes_few.
+        beyond_pairs (bool): Whether adapters may have gains or their own embeddings.
+        batch (int or None): Number of requests that it decodes, if its shapes are fixed.
     """
 
     few: bool
@@ -212,15 +213,15 @@ class ModelRunner:
     """Computes steps of a network with a paged cache and pools of adapters, of ``dtype``. It is used by one thread.
 
     Three graphs are compiled by warm_up, or else by the first step that needs one: one for steps of few tokens, such as
-    decoding, one for many, such as chunks of prompts with decoding beside them, and one for the logits of tokens that
-    are not the last ones; other numbers of requests or tokens compile nothing. Each has a twin for steps in which an
-    adapter has more than pairs of linear cells, gains (DoRA) or an embedding of its own, which the first such step
-    compiles. And each of the settings' fixed_batches has a graph for steps that decode so many requests, adapters of
-    pairs alone: MindSpore does not infer its shapes at each step. Steps of fewer requests, down to more than half, are
-    filled up for it.
+    decoding, one for many, such as chunks of prompts together with decoding, and one for the logits of tokens that
+    are not the last ones; other numbers of requests or tokens do not compile. Each has a twin for steps in which an
+    adapter has more than pairs of linear cells, gains (DoRA) or its own embedding, which the first such step
+    compiles. Each of the settings' fixed_batches also has a graph for steps that decode so many requests, adapters with
+    pairs alone, whose shapes MindSpore does not infer at each step. Steps of fewer requests, down to more than half,
+    are padded for it.
 
-    ``cells`` is what add_pools returned for the network, whose weights must have been loaded; ``tables`` are the
-    base's, None where adapters have none of their own.
+    ``cells`` is the result of add_pools for the network, whose weights must have been loaded; ``tables`` are the
+    base's, None if adapters have no own tables.
     """
 
     def __init__(
@@ -244,18 +245,18 @@ class ModelRunner:
         self._steps: Dict[StepGraph, ServedStep] = {}
         # Beyond pairs -> graph.
         self._heads: Dict[bool, ServedHead] = {}
-        # What the head took in the last step, the slots of its tokens, and whether these have more than pairs.
+        # The head's input in the last step, the slots of its tokens, and whether these have more than pairs.
         self._last: Optional[Tuple[Tensor, Tensor, bool]] = None
         self.vocab_size: int = network.config.vocab_size
         self.hidden_size: int = self._embedding.hidden
 
     def warm_up(self, many_tokens: bool = True, scores: bool = True, adapters: bool = True) -> None:
-        """Compiles graphs before there is any request; pools are left as they were.
+        """Compiles graphs before the first request; pools are unchanged.
 
         Args:
-            many_tokens (bool): Whether the graph for steps of many tokens is one of them.
-            scores (bool): Whether that for the logits of tokens that are not the last ones is.
-            adapters (bool): Whether that which writes adapters into slots is.
+            many_tokens (bool): Whether to compile the graph for steps of many tokens.
+            scores (bool): Whether to compile the graph for the logits of tokens that are not the last ones.
+            adapters (bool): Whether to compile the graph that writes adapters into slots.
         """
         if adapters:
             self.pools.warm_up()
@@ -280,7 +281,7 @@ class ModelRunner:
         return self._run(inputs, self._graph_for(inputs, self._put_embeddings(inputs)))
 
     def logits_after(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns float32 [rows, vocabulary], the logits after tokens of the step that forward has computed last.
+        """Returns float32 [rows, vocabulary], the logits after tokens of the last step of forward.
 
         ``rows`` counts the step's tokens, part after part; FEW_TOKENS of them at most.
         """
@@ -292,18 +293,18 @@ class ModelRunner:
                 Tensor(shape=list(slots.shape), dtype=mstype.int32),
                 Tensor(shape=[None], dtype=mstype.int32),
             )
-            # Read when it is called first.
+            # Read at the first call.
             set_stage(self.network, True, beyond_pairs)
         logits = self._heads[beyond_pairs](hidden, slots, Tensor(np.array(rows, np.int32))).asnumpy()
         return self._with_own_heads(logits, rows)
 
     def hidden_at(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns float32 [rows, hidden], what the head takes for tokens of the step that forward has computed last."""
+        """Returns float32 [rows, hidden], the head's input for tokens of the last step of forward."""
         hidden, _, _ = self._last
         return to_float32(to_array(hidden)[list(rows)])
 
     def score_head(self, slot: int) -> Optional[ScoreHead]:
-        """Returns the head of the classifier in a slot; None for one that writes text, and for the base, -1."""
+        """Returns the head of the classifier in a slot; None for a generating adapter, and for the base, -1."""
         return self.pools.scores.get(slot)
 
     def _graph_for(self, inputs: StepInputs, beyond_pairs: bool) -> StepGraph:
@@ -311,8 +312,8 @@ class ModelRunner:
         few = takes_few(count, inputs.decodes)
         if not inputs.decodes or beyond_pairs:
             return StepGraph(few, beyond_pairs)
-        # To compute twice as many requests as there are would cost more than fixed shapes save; and with other linear
-        # kernels the last bits would be others.
+        # Computing twice the number of requests would cost more than fixed shapes save; and with other linear
+        # kernels the last bits would differ.
         batches = [batch for batch in self.settings.fixed_batches if takes_few(batch, True) == few]
         return StepGraph(few, batch=min((batch for batch in batches if count <= batch < 2 * count), default=None))
 
@@ -324,7 +325,7 @@ class ModelRunner:
         return self._steps[graph]
 
     def _put_embeddings(self, inputs: StepInputs) -> bool:
-        """Gives tokens the rows of their adapters' own embeddings; returns whether an adapter has more than pairs."""
+        """Sets the rows of adapters' own embeddings for tokens; returns whether an adapter has more than pairs."""
         owners = {slot for slot, tables in self.pools.tables.items() if tables.has_embedding}
         present = set(inputs.slots.tolist())
         if not present & (owners | self.pools.gained):
@@ -347,7 +348,7 @@ class ModelRunner:
         slots = slots.asnumpy().tolist()
         logits = logits.copy()
         for index, row in enumerate(rows):
-            # One token at a time: its logits are the same whatever else is in the step.
+            # One token at a time, so that its logits do not depend on the rest of the step.
             if slots[row] in owners:
                 logits[index] = owners[slots[row]].logits(hidden[row])
         return logits
@@ -368,7 +369,7 @@ class ModelRunner:
             Tensor(inputs.context_lengths),
             Tensor(inputs.query_lengths),
             Tensor(inputs.block_tables),
-            # A graph cannot take no rows at all, which happens when a step computes the middle of prompts.
+            # A graph cannot take zero rows, which occur when a step computes the middle of prompts.
             Tensor(inputs.last if rows else np.zeros(1, np.int32)),
             *places,
         )

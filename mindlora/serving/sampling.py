@@ -186,7 +186,7 @@ class Sampled(NamedTuple):
         token (int): Its id.
         logprob (float or None): Its log-probability: log softmax of the logits as they come from the network, before
             grammar, logit_bias, penalties, temperature, top_k and top_p, as OpenAI and vLLM report it; at least LEAST.
-            None if the request asks for none.
+            None if the request wants none.
         top (list of (int, float)): The likeliest tokens and their log-probabilities, the likeliest first; as many as
             the request asks for, whether the chosen token is among them or not.
     """
@@ -200,9 +200,9 @@ class Sampler:
     """Chooses the tokens of one request.
 
     The order is that of transformers and vLLM: grammar, allowed_tokens, bad_words and min_tokens, logit_bias,
-    penalties, temperature, min_p, top_k, top_p. Each drawn token takes one number of the request's own random stream,
+    penalties, temperature, min_p, top_k, top_p. Each drawn token takes one number from the request's own random stream,
     so that a seed gives the same text in any batch; ``seed`` is drawn here if the request has none. ``ends`` are the
-    tokens that end the answer, which a grammar must know. Errors name the adapter.
+    tokens that end the answer, which a grammar needs. Errors name the adapter.
 
     Raises RequestError if a number of ``sampling`` is out of range.
     """
@@ -226,7 +226,7 @@ class Sampler:
         self._random = np.random.default_rng(self.seed % 2**64)
 
     def sample(self, logits: np.ndarray, generated: Sequence[int]) -> Sampled:
-        """Returns the next token from logits, float32 [vocabulary], and the tokens that were generated so far.
+        """Returns the next token from logits, float32 [vocabulary], and the tokens generated so far.
 
         Raises ServingError if the logits hold NaN, or infinity where it would be chosen, or the grammar is too complex.
         """
@@ -241,11 +241,11 @@ class Sampler:
     def run(
         self, logits: np.ndarray, generated: Sequence[int], drafts: Sequence[int], likeliest: Sequence[int]
     ) -> List[Union[Sampled, ServingError]]:
-        """Returns the next tokens: up to the first that is not the draft in its place, that ends the answer or fails.
+        """Returns the next tokens, up to the first that differs from its draft, ends the answer or fails.
 
-        They are those that ``sample`` would give one after the other: ``logits``, float32 [1 + drafts, vocabulary], are
-        those after the last token and after each draft. ``likeliest`` is the place of the largest in each row, or of a
-        NaN.
+        They equal successive results of ``sample``: ``logits``, float32 [1 + drafts, vocabulary], are
+        the logits after the last token and after each draft. ``likeliest`` is the place of the largest in each row, or
+        of a NaN.
         """
         sampled: List[Union[Sampled, ServingError]] = []
         generated = list(generated)
@@ -261,7 +261,7 @@ class Sampler:
         return sampled
 
     def _sample(self, logits, generated, likeliest: int) -> Sampled:
-        """As sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
+        """Like sample; ``likeliest`` is the place of the largest logit, or of a NaN."""
         if not math.isfinite(logits[likeliest]):
             raise _not_finite(self.adapter, f"at token {len(generated) + 1} of the answer")
         adjusted = self._adjusted(logits, generated)
@@ -283,7 +283,7 @@ class Sampler:
         return self._penalties.apply(logits, generated) if self._penalties else logits
 
     def _masses(self, logits):
-        """Returns the tokens that can be drawn (None for all) and what their probabilities are proportional to."""
+        """Returns the tokens that can be drawn (None for all) and masses proportional to their probabilities."""
         tokens = largest(logits, self.sampling.top_k) if self.sampling.top_k > 0 else None
         masses = logits if tokens is None else logits[tokens]
         with np.errstate(over="ignore", under="ignore"):
@@ -298,9 +298,9 @@ class Sampler:
 
 
 def score_token(token: int, logits: np.ndarray, count: Optional[int], adapter: Optional[str]) -> Sampled:
-    """Returns a given token with its log-probability by logits, float32 [vocabulary], as Sampler reports it.
+    """Returns a given token with its log-probability under logits, float32 [vocabulary], as Sampler reports it.
 
-    ``count`` is how many of the likeliest tokens to report with it. Raises ServingError, which names ``adapter``, if
+    ``count`` is the number of likeliest tokens to report with it. Raises ServingError, which names ``adapter``, if
     the logits are not finite.
     """
     likeliest = int(logits.argmax())
@@ -332,11 +332,11 @@ def _not_finite(adapter: Optional[str], where: str) -> ServingError:
 def sample_batch(
     samplers: Sequence[Sampler], logits: np.ndarray, generated: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]
 ) -> List[List[Union[Sampled, ServingError]]]:
-    """Returns the next tokens of each request, or the error of one that fails alone, as ``Sampler.run`` does.
+    """Returns the next tokens of each request, as ``Sampler.run`` does, or the error of a request that fails.
 
     ``logits`` has the rows of all requests, one after the other; a request without drafts has one.
     """
-    # A NaN counts as the largest: one call tells the greedy tokens, what exp needs and whether a row can be used.
+    # A NaN counts as the largest: one call gives the greedy tokens, the maximum for exp and whether a row is usable.
     likeliest = logits.argmax(axis=1).tolist()
     runs = []
     end = 0
@@ -347,7 +347,7 @@ def sample_batch(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises RequestError if a number is out of the range in which it has a meaning. (NaN is never in range.)"""
+    """Raises RequestError if a number is out of its valid range. (NaN is never in range.)"""
     ranges = (
         ("temperature", 0.0 <= sampling.temperature < math.inf, "a number of at least 0"),
         ("top_p", 0.0 <= sampling.top_p <= 1.0, "from 0 to 1"),

@@ -18,39 +18,39 @@ class Scheduler:
     """Continuous batching: requests join and leave between any two steps.
 
     A step computes, within ``max_tokens_per_step``: first the next token of each running request whose prompt is
-    computed; then chunks of prompts, so that a long prompt delays nobody's next token by more than one chunk (Agrawal
-    et al., Sarathi, 2023). Of what is left for prompts, the oldest takes half if others want it too, the next one half
-    of the rest, and so on: a short prompt need not wait until a long one is done.
+    computed; then chunks of prompts, so that a long prompt delays no other request's next token by more than one chunk
+    (Agrawal et al., Sarathi, 2023). Of the tokens left for prompts, the oldest takes half if others need them too, the
+    next one half of the rest, and so on: a short prompt need not wait for a long one to finish.
 
     Blocks in which an adapter does not act yet (aLoRA) are the base's: all such adapters share them with it.
 
-    Waiting requests are admitted as FairQueue says, while there are blocks for all tokens that running requests have,
-    and one more for each: prompts never hold blocks and wait for each other's. Of prompts with the same beginning that
-    come together, the first is computed and the others wait for its blocks.
+    Waiting requests are admitted in FairQueue's order while there are blocks for all tokens of running requests,
+    and one more for each: prompts never hold blocks while waiting for one another's. Of prompts with the same beginning
+    that arrive together, the first is computed and the others wait for its blocks.
 
-    Blocks are taken as tokens come. When none is left for a next token, the request that was admitted last gives up
-    its blocks, goes back to the front of the queue and is computed again later (preemption by recomputation, Kwon et
-    al., 2023); it keeps its tokens and its adapter's slot. The request that was admitted first can have the blocks of
-    all others, and each request alone fits into the cache, so some request always goes on.
+    Blocks are taken as tokens are generated. When none is left for a next token, the last admitted request gives up
+    its blocks, returns to the front of the queue and is recomputed later (preemption by recomputation, Kwon et
+    al., 2023); it keeps its tokens and its adapter's slot. The first admitted request can have the blocks of
+    all others, and each request alone fits into the cache, so some request always makes progress.
 
-    With ``prompt_lookup``, a request that needs its next token only gets drafts, guesses of the tokens behind it, so
-    that one step can give it several tokens (Leviathan et al., Fast Inference from Transformers via Speculative
-    Decoding, 2023). They fill a step up to ``drafted_tokens``, evenly, and take blocks that nobody else needs soon.
+    With ``prompt_lookup``, a request that needs only its next token gets drafts, guesses of the tokens behind it, so
+    that one step can produce several tokens (Leviathan et al., Fast Inference from Transformers via Speculative
+    Decoding, 2023). They fill a step evenly up to ``drafted_tokens``, and take blocks that no other request needs soon.
 
     The scheduler is not locked: calls must not overlap. They may come at any moment between two others, for example
     add() and cancel() while a step is computed.
 
     Args:
         max_tokens_per_step (int): Not less than max_running, the requests in a step.
-        max_waiting (int): Requests that wait for the first time, at most.
-        seq_length (int): Tokens of a prompt and its answer together, at most.
-        prompt_lookup (int): Drafts of a request in a step, at most.
-        drafted_tokens (int): Tokens of a step that has drafts, at most.
+        max_waiting (int): Maximum number of requests that wait for the first time.
+        seq_length (int): Maximum number of tokens of a prompt and its answer together.
+        prompt_lookup (int): Maximum number of drafts of a request in a step.
+        drafted_tokens (int): Maximum number of tokens of a step that has drafts.
 
     Attributes:
-        running (list of Request): Those that have blocks, in the order in which they were admitted.
-        failed (list of Request): Finished because their adapter cannot be used; whoever tells the callers takes them
-            out.
+        running (list of Request): Requests with blocks, in the order of their admission.
+        failed (list of Request): Finished because their adapter cannot be used; the code that notifies callers takes
+            them out.
         preemptions (int): How often a request lost its blocks.
     """
 
@@ -81,21 +81,21 @@ class Scheduler:
 
     @property
     def waiting(self) -> List[Request]:
-        """Requests that do not run: first those that ran before."""
+        """Requests that do not run; those that ran before come first."""
         return [*self._preempted, *self._queue]
 
     @property
     def waiting_count(self) -> int:
-        """How many requests wait."""
+        """The number of waiting requests."""
         return len(self._preempted) + len(self._queue)
 
     def add(self, request: Request) -> None:
-        """Puts a request in the queue, and begins to load its adapter.
+        """Puts a request in the queue, and starts loading its adapter.
 
         Raises:
-            RequestError: It could not be finished even if it were the only one.
-            QueueFullError: max_waiting requests wait already.
-            LoraError: What adapters.prefetch raises.
+            RequestError: It could not finish even if it were the only one.
+            QueueFullError: max_waiting requests are already waiting.
+            LoraError: The errors of adapters.prefetch.
         """
         self._check(request)
         if len(self._queue) >= self.max_waiting:
@@ -113,7 +113,7 @@ class Scheduler:
         """Decides what the next step computes, admits requests and preempts others.
 
         Returns at most one part for each running request, those with one next token first; at most max_tokens_per_step
-        tokens in all. Empty if nothing can be computed now: no requests, or adapters are not ready.
+        tokens in total. Empty if nothing can be computed now, without requests or ready adapters.
         """
         parts = self._next_tokens()
         chunks = self._chunks(self.max_tokens_per_step - len(parts))
@@ -123,9 +123,9 @@ class Scheduler:
         return parts + chunks
 
     def advance(self, parts: Sequence[Part]) -> None:
-        """Takes note that a step was computed, as plan() gave it; parts of requests that have finished are left out.
+        """Records that a step from plan() was computed; parts of finished requests are left out.
 
-        The tokens that it gave are appended to the requests after this.
+        Its tokens are appended to the requests after this.
         """
         for part in parts:
             if part.request.state is not State.RUNNING:
@@ -135,14 +135,14 @@ class Scheduler:
             self._note_computed(part.request, part.start + part.count)
 
     def accept(self, request: Request) -> None:
-        """Takes note that the first draft was right, which is the request's last token now; then of the next one."""
+        """Records that the next draft, now the request's last token, was right."""
         self._queue.charge(request.adapter, 1)
         self._note_computed(request, request.computed + 1)
 
     def finish(self, request: Request, reason: str, error: Optional[Exception] = None) -> bool:
-        """Ends a request: its blocks and its adapter's slot are for others from now on.
+        """Ends a request, and frees its blocks and its adapter's slot.
 
-        The reason is "stop", "length", "cancelled" or "error". If it was finished before, nothing changes and False is
+        The reason is "stop", "length", "cancelled" or "error". If it has already finished, nothing changes and False is
         returned.
         """
         if request.state is State.FINISHED:
@@ -162,7 +162,7 @@ class Scheduler:
         return True
 
     def cancel(self, request: Request) -> bool:
-        """Ends a request in whatever state it is. Returns False if it was finished before."""
+        """Ends a request in any state. Returns False if it has already finished."""
         return self.finish(request, "cancelled")
 
     def _check(self, request: Request) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
             )
 
     def _note_computed(self, request: Request, end: int) -> None:
-        """Takes note that the keys and values of a request's first ``end`` tokens are in the cache."""
+        """Records that the keys and values of a request's first ``end`` tokens are in the cache."""
         size = self.pool.block_size
         full = request.computed // size
         request.computed = end
@@ -202,19 +202,19 @@ class Scheduler:
         return -(-tokens // self.pool.block_size)
 
     def _next_tokens(self) -> List[Part]:
-        """Returns the parts of requests that need their next token only, and makes room for them."""
+        """Returns the parts of requests that need only their next token, and makes room for them."""
         parts = []
         size = self.pool.block_size
         for request in self.running[:]:
             if request.state is not State.RUNNING:
-                break  # preempted, as those that were admitted later
+                break  # preempted, like all that were admitted later
             start = request.computed
             if len(request.tokens) - start == 1 and (start < len(request.blocks) * size or self._make_room(request)):
                 parts.append(Part(request, start, 1))
         return parts
 
     def _with_drafts(self, parts: Sequence[Part], room: int) -> List[Part]:
-        """Returns the parts of next tokens with drafts, ``room`` of them at most."""
+        """Returns the parts of next tokens with at most ``room`` drafts."""
         drafted = []
         for place, part in enumerate(parts):
             drafts = self._drafts(part, room // (len(parts) - place))
@@ -224,7 +224,7 @@ class Scheduler:
 
     def _drafts(self, part: Part, room: int) -> Tuple[int, ...]:
         request = part.request
-        # The step gives one token more than drafts were right, and the last token of an answer is never computed.
+        # The step produces one token more than right drafts, and the last token of an answer is never computed.
         left = request.sampling.max_tokens - len(request.generated) - 1
         room = min(room, left)
         if room <= 0:
@@ -236,7 +236,7 @@ class Scheduler:
         return tuple(drafts[: len(request.blocks) * self.pool.block_size - part.start - 1])
 
     def _make_room(self, request: Request) -> bool:
-        """Gives a request one more block; False if it had to be preempted itself."""
+        """Gives a request one more block; returns False if it had to be preempted itself."""
         while not self.pool.blocks_available:
             newest = self.running[-1]
             self._preempt(newest)
@@ -259,7 +259,7 @@ class Scheduler:
         request.blocks = []
 
     def _chunks(self, budget: int) -> List[Part]:
-        """Returns parts for prompts, those of requests that are admitted now included."""
+        """Returns parts for prompts, including those of requests that are admitted now."""
         if not budget:
             return []
         left = budget
@@ -282,7 +282,7 @@ class Scheduler:
         return parts
 
     def _waits_for_block(self, request: Request) -> bool:
-        """Gives a request the blocks that others have computed since; True if one before it computes the next."""
+        """Gives a request the blocks that others have computed since; True if an earlier one computes the next."""
         size = self.pool.block_size
         if request.computed < len(request.blocks) * size:
             return False  # in the middle of a block of its own
@@ -303,14 +303,14 @@ class Scheduler:
         return False
 
     def _find(self, request: Request) -> List[int]:
-        """Returns the blocks of the cache that hold the beginning of a request, and that it need not compute."""
+        """Returns the blocks of the cache that hold the beginning of a request, which need not be computed."""
         salt = _salt(request, len(request.tokens))
         common = _salt(request, request.adapted_from)
         found = self.pool.find(salt, request.tokens, request.adapted_from, common)
         return found[: request.reusable // self.pool.block_size]
 
     def _chunk(self, request: Request, count: int) -> List[Part]:
-        """Returns the part for as many tokens as there are blocks for; none if there are not any."""
+        """Returns the part for as many tokens as blocks allow; None without any."""
         missing = self._blocks_for(request.computed + count) - len(request.blocks)
         if missing > 0:
             request.blocks += self.pool.allocate(min(missing, self.pool.blocks_available))
@@ -347,7 +347,7 @@ class Scheduler:
                 return
 
     def _has_room(self) -> bool:
-        """Returns whether any request waits that was never admitted, and one more could run."""
+        """Returns whether a request is waiting for its first admission and one more could run."""
         return len(self._queue) > 0 and len(self.running) < self.max_running and self._spare_blocks() > 0
 
     def _give_lease_back(self, request: Request) -> None:
@@ -356,16 +356,16 @@ class Scheduler:
             request.lease = None
 
     def _spare_blocks(self) -> int:
-        """Returns how many blocks are left beside those that running requests need for their tokens, and one more each.
+        """Returns the number of blocks beyond those that running requests need for their tokens and one more each.
 
-        Without the one more, a request could be admitted and preempted for another's next token.
+        Without the extra block, a request could be admitted and then preempted for another's next token.
         """
-        # One that had drafts can have more than it needs.
+        # A request that had drafts may have more than it needs.
         needed = [1 + self._blocks_for(len(request.tokens)) - len(request.blocks) for request in self.running]
         return self.pool.blocks_available - sum(max(0, blocks) for blocks in needed)
 
     def _start(self, request: Request) -> bool:
-        """Makes a request run, with the blocks that hold its beginning already; False if too few are left."""
+        """Starts a request with the blocks that already hold its beginning; returns False if too few are left."""
         beginning = self._find(request)
         taken = self._blocks_for(len(request.tokens)) - sum(self.pool.users(block) > 0 for block in beginning)
         if taken > self._spare_blocks():
@@ -379,9 +379,9 @@ class Scheduler:
 
 
 def _salt(request: Request, end: int) -> Hashable:
-    """Returns what tells whose keys and values may be used for a block of a request that ends there.
+    """Returns a salt that identifies whose keys and values may be used for a request's block ending at ``end``.
 
-    Those of the base are those of an adapter too where it does not act yet.
+    Before an adapter acts, its keys and values are the base's.
     """
     secret = request.sampling.cache_salt
     if request.lease is None or end <= request.adapted_from:

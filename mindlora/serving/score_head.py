@@ -1,6 +1,6 @@
-"""ScoreHead: the head of a classifier or a reward model that an adapter brings along, which stays in host memory.
+"""ScoreHead: an adapter's head of a classifier or a reward model, which stays in host memory.
 
-It reads a few tokens of a text, so it needs no slot; the adapter's pairs are in one as any adapter's.
+It reads a few tokens of a text, so it needs no slot; the adapter's pairs are in one like any adapter's.
 """
 
 import json
@@ -25,8 +25,8 @@ class ScoreHead(NamedTuple):
     Attributes:
         weight (array): float32 [labels, hidden].
         bias (array or None): float32 [labels].
-        names (tuple of str): What the labels are called.
-        of_tokens (bool): Whether it labels each token (TOKEN_CLS), and not whole texts (SEQ_CLS).
+        names (tuple of str): Names of the labels.
+        of_tokens (bool): Whether it labels each token (TOKEN_CLS), rather than whole texts (SEQ_CLS).
     """
 
     weight: np.ndarray
@@ -36,7 +36,7 @@ class ScoreHead(NamedTuple):
 
     @property
     def is_reward(self) -> bool:
-        """Whether it has one score, of which there is no choice to make."""
+        """Whether it has a single score, so that there is no label to choose."""
         return len(self.weight) == 1
 
     @property
@@ -45,17 +45,17 @@ class ScoreHead(NamedTuple):
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def scores(self, hidden: np.ndarray) -> np.ndarray:
-        """Returns float32 [tokens, labels] of what the head takes for tokens, float32 [tokens, hidden]."""
+        """Returns scores, float32 [tokens, labels], given the head's inputs, float32 [tokens, hidden]."""
         scores = hidden @ self.weight.T
         return scores if self.bias is None else scores + self.bias
 
 
 def take_score(adapter: Adapter, hidden: Optional[int], source: str) -> Optional[ScoreHead]:
-    """Takes the head of a classifier off an adapter; returns None if the adapter has none.
+    """Removes the head of a classifier from an adapter and returns it; None if the adapter has none.
 
-    ``hidden`` is the width of the model; ``source`` is where the adapter was read, beside which labels.json may be.
+    ``hidden`` is the width of the model; ``source`` is the adapter's path, beside which labels.json may be.
 
-    Raises ShapeMismatchError for a head of another width, AdapterFormatError for names that are not those of its
+    Raises ShapeMismatchError for a head of another width, AdapterFormatError for names that do not match its
     labels.
     """
     weight = adapter.saved_modules.pop(_WEIGHT, None)
@@ -67,7 +67,7 @@ def take_score(adapter: Adapter, hidden: Optional[int], source: str) -> Optional
             f"{source}: {_WEIGHT}, the head of a classifier, is {list(weight.shape)}, but the model's width is "
             f"{hidden}. Load it into the model it was trained on."
         )
-    # Files other than PEFT's do not say the task. transformers' head of tokens has a bias, that of texts has none.
+    # Files other than PEFT's do not state the task. transformers' head for tokens has a bias, that for texts has none.
     task = adapter.peft_fields.get("task_type")
     of_tokens = task == "TOKEN_CLS" or (task != "SEQ_CLS" and bias is not None)
     names = _names(source, len(weight))
@@ -77,14 +77,14 @@ def take_score(adapter: Adapter, hidden: Optional[int], source: str) -> Optional
 def _names(source: str, count: int) -> Tuple[str, ...]:
     path = os.path.join(source, NAMES_FILE)
     if not os.path.isfile(path):
-        # As transformers calls labels without names.
+        # transformers' names for labels without names.
         return tuple(f"LABEL_{number}" for number in range(count))
     with open(path, encoding="utf-8") as file:
         return checked_names(read_names(file.read(), path), count, path)
 
 
 def read_names(text: str, source: str) -> List[str]:
-    """Returns the names in the text of a labels.json; raises AdapterFormatError if it is no JSON list of texts."""
+    """Returns the names in the text of a labels.json; raises AdapterFormatError unless it is a JSON list of strings."""
     try:
         names = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -95,7 +95,7 @@ def read_names(text: str, source: str) -> List[str]:
 
 
 def checked_names(names: List[str], count: int, source: str) -> Tuple[str, ...]:
-    """Returns the names of ``count`` labels; raises AdapterFormatError if there are not as many different ones."""
+    """Returns the names of ``count`` labels; raises AdapterFormatError unless there are as many distinct names."""
     if len(names) != count or len(set(names)) != count:
         raise AdapterFormatError(
             f"{source} names {len(set(names))} labels, but the head has {count} scores: name each of them once."
@@ -104,9 +104,9 @@ def checked_names(names: List[str], count: int, source: str) -> Tuple[str, ...]:
 
 
 def misuse(name: Optional[str], head: Optional[ScoreHead], wants_scores: bool) -> Optional[RequestError]:
-    """Returns why an adapter, or the base if the name is None, cannot do what is asked; None if it can.
+    """Returns why an adapter, or the base if the name is None, cannot serve the request; None if it can.
 
-    ``wants_scores`` says whether that is the scores of a head, and not an answer or an embedding.
+    ``wants_scores`` says whether the request is for the scores of a head, rather than an answer or an embedding.
     """
     who = "The base" if name is None else name
     if wants_scores and head is None:

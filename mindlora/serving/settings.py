@@ -1,4 +1,4 @@
-"""EngineSettings: the sizes that are fixed when a network is made for serving."""
+"""EngineSettings: the sizes that are fixed when a network is built for serving."""
 
 import dataclasses
 from typing import Optional, Tuple
@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import check_number, check_product_dtype, dtype_name, whole_numbers
 
-# The operators that adapters go through take no larger one.
+# The adapters' operators take no larger rank.
 MAX_RANK = 256
 
 
@@ -15,28 +15,29 @@ class EngineSettings:
     """The sizes of the cache, of the adapters' pools and of a step.
 
     Attributes:
-        seq_length (int): Tokens of a prompt and its answer together, at most.
+        seq_length (int): Maximum number of tokens of a prompt and its answer together.
         block_size (int): Tokens in one block of the key-value cache.
-        num_blocks (int): Blocks of the cache, for all requests together. 0 for as many as max_running requests of
+        num_blocks (int): Blocks of the cache, for all requests together. 0 for the number that max_running requests of
             seq_length tokens need.
-        max_running (int): Requests that a step serves together, at most.
-        max_tokens_per_step (int): Tokens that a step computes, at most: one for each request that is answering, the
+        max_running (int): Maximum number of requests in a step.
+        max_tokens_per_step (int): Maximum number of tokens in a step: one for each request that is being answered, the
             others from prompts, in chunks.
-        max_waiting (int): Requests that wait, at most.
-        slots (int): Adapters on the device at once.
+        max_waiting (int): Maximum number of waiting requests.
+        slots (int): Number of adapters on the device at once.
         max_rank (int): The largest rank of an adapter, 1 to 256.
         adapter_memory (int): Bytes of host memory for adapters that are ready to be copied into a slot.
-        adapter_dtype (str or None): float32, float16 or bfloat16: what the pools hold adapters in. An adapter with
-            numbers that it cannot hold exactly is refused. None for the dtype in which the network computes.
-        product_dtype (str or None): float32 or bfloat16: what linear cells round what they multiply to, on a CPU: see
-            RoundedLinear. All sums, and what lies between the cells, are float32. None for bfloat16 where that is
+        adapter_dtype (str or None): float32, float16 or bfloat16, the dtype of adapters in the pools. An adapter with
+            numbers that it cannot hold exactly is refused. None for the network's compute dtype.
+        product_dtype (str or None): float32 or bfloat16, the dtype to which linear cells round their factors on a CPU:
+            see RoundedLinear. All sums, and the values between cells, are float32. None for bfloat16 where that is
             faster, with weights in bfloat16 or NF4 on a processor with AVX512_BF16 and without AMX, else for float32.
-        prompt_lookup (int): Tokens of an answer that are guessed at a time, at most: see PromptLookup. 0 for none.
-        fixed_batches (tuple of int): Numbers of requests, up to max_running; steps that decode so many get a graph
-            each, of fixed shapes: see ModelRunner.
+        prompt_lookup (int): Maximum number of tokens of an answer that are guessed at a time: see PromptLookup. 0 for
+            none.
+        fixed_batches (tuple of int): Numbers of requests, up to max_running; steps that decode so many get their own
+            graph with fixed shapes: see ModelRunner.
 
     Raises:
-        ConfigError: A size is out of range, or there is no such dtype.
+        ConfigError: A size is out of range, or a dtype is unknown.
     """
 
     seq_length: int
@@ -82,10 +83,10 @@ class EngineSettings:
 
     @property
     def blocks_per_request(self) -> int:
-        """Blocks that a request of seq_length tokens needs."""
+        """The number of blocks that a request of seq_length tokens needs."""
         return -(-self.seq_length // self.block_size)
 
     @property
     def block_count(self) -> int:
-        """Blocks of the cache."""
+        """The number of blocks of the cache."""
         return self.num_blocks or self.max_running * self.blocks_per_request

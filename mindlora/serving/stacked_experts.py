@@ -1,4 +1,4 @@
-"""The experts of a layer that is served: their weights in float or in NF4, and a pool of adapters for each."""
+"""The experts of a served layer: their weights in float or in NF4, and a pool of adapters for each."""
 
 from typing import Dict, Tuple
 
@@ -23,11 +23,11 @@ _MOST_SLOTS = 8638
 
 
 class StackedExperts(nn.Cell):
-    """The weights of a layer's experts, as transformers stacks them, and after add_pools a pool of adapters for each.
+    """The weights of a layer's experts, stacked as in transformers, and after add_pools a pool of adapters for each.
 
     Attributes:
         shapes (dict): A weight's name in this cell, one of WEIGHTS -> (experts, out, in).
-        dtype (mindspore.dtype): That in which they compute.
+        dtype (mindspore.dtype): The dtype in which they compute.
     """
 
     def __init__(self, experts: int, hidden: int, inner: int, dtypes: Dtypes):
@@ -43,7 +43,7 @@ class StackedExperts(nn.Cell):
     def add_pools(self, slots: int, max_rank: int, slots_of_tokens: Parameter) -> Dict[str, MultiLoRAExperts]:
         """Puts a pool of adapters beside each weight, which must have been loaded; returns name -> pool.
 
-        Raises ConfigError if there cannot be so many slots.
+        Raises ConfigError if there are too many slots.
         """
         if not on_cpu():
             check_slots(slots, self.shapes["down_proj"][0])
@@ -58,7 +58,7 @@ class StackedExperts(nn.Cell):
         return pools
 
     def transpose_weights(self) -> None:
-        """Makes the weights [experts, in, out], as GroupedMatmul takes them."""
+        """Transposes the weights to [experts, in, out], for GroupedMatmul."""
         for name in self.shapes:
             weight = getattr(self, name)
             transposed = to_tensor(np.ascontiguousarray(to_array(weight).swapaxes(1, 2)))
@@ -83,11 +83,11 @@ class StackedExperts(nn.Cell):
 
 
 class Nf4StackedExperts(StackedExperts):
-    """StackedExperts whose weights are [experts * in, out] in 4 bits, as training holds them (see NF4ExpertWeight).
+    """StackedExperts whose weights are [experts * in, out] in 4 bits, as in training (see NF4ExpertWeight).
 
     Args:
-        cell (StackedExperts): The cell whose place it takes, without values.
-        path (str): That of the cell.
+        cell (StackedExperts): The cell that it replaces, without values.
+        path (str): The cell's path.
     """
 
     def __init__(self, cell: StackedExperts, path: str):
@@ -102,7 +102,7 @@ class Nf4StackedExperts(StackedExperts):
         self.compute = Nf4RoutedExperts() if on_cpu() else Nf4GroupedExperts(hidden, inner, self.dtype)
 
     def transpose_weights(self) -> None:
-        """Leaves them: what is quantized is [experts * in, out]."""
+        """Leaves them: quantized weights are [experts * in, out]."""
 
     def construct(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj_pool, self.down_proj_pool
@@ -129,7 +129,7 @@ class Nf4StackedExperts(StackedExperts):
 
 
 def check_slots(slots: int, experts: int) -> None:
-    """Raises ConfigError for more slots than GroupedExperts can have, beside so many experts."""
+    """Raises ConfigError for more slots than GroupedExperts supports with so many experts."""
     if slots * experts > _MOST_SLOTS:
         raise ConfigError(
             f"slots is {slots} and each layer has {experts} experts: multi_lora_delta takes up to {_MOST_SLOTS} slots "
@@ -141,17 +141,17 @@ def check_slots(slots: int, experts: int) -> None:
 class GroupedExperts(nn.Cell):
     r"""y[t] = sum_j weights[t, j] D_e (silu(G_e x[t]) * (U_e x[t])) with e = chosen[t, j]; adapters: see RoutedExperts.
 
-    The rows of x are put in the order of their experts, so that one product takes all of a weight. Pairs are added to
-    them by multi_lora_delta, for which each expert of a slot is a slot of its own.
+    The rows of x are sorted by expert, so that one product takes a whole weight. Pairs are added to
+    them by multi_lora_delta, for which each expert of a slot is a separate slot.
 
     Inputs:
         - **x** (Tensor) - [T, H], float16 or bfloat16.
         - **chosen** (Tensor) - [T, k], int32: the experts of each token.
-        - **weights** (Tensor) - [T, k], float32: what each one's output is multiplied by, in the dtype of x.
+        - **weights** (Tensor) - [T, k], float32: the factor of each expert's output, applied in the dtype of x.
         - **gate_up** (Tensor) - [experts, H, 2 I]: the columns of G_e^T, then those of U_e^T; dtype of x.
         - **down** (Tensor) - [experts, I, H]: D_e^T, dtype of x.
         - **gate_up_pool** (Tensor) - [slots, experts * max_rank, H + 2 I], dtype of x, the pairs on gate_up. Row
-          e max_rank + j is A_ie[j, :] followed by B_ie[:, j]; those beyond the rank of A_ie are zeros.
+          e max_rank + j is A_ie[j, :] followed by B_ie[:, j]; rows beyond the rank of A_ie are zeros.
         - **gate_up_ranks** (Tensor) - [slots], int32: experts * max_rank, or fewer than experts for a slot without
           pairs.
         - **gate_up_scales** (Tensor) - [slots], float32.
@@ -218,7 +218,7 @@ class GroupedExperts(nn.Cell):
         return self.delta(y, x, pool, ranks, scales, indices)
 
     def of_each_expert(self, of_slots: Tensor, experts: int) -> Tensor:
-        """Numbers [slots] as [slots * experts]."""
+        """Repeats numbers [slots] for each expert, [slots * experts]."""
         wide = ops.broadcast_to(ops.expand_dims(of_slots, 1), (of_slots.shape[0], experts))
         return ops.reshape(wide, (-1,))
 
@@ -228,7 +228,7 @@ class Nf4GroupedExperts(nn.Cell):
 
     Args:
         hidden, inner (int): H and I.
-        dtype (mindspore.dtype): That of x.
+        dtype (mindspore.dtype): The dtype of x.
     """
 
     def __init__(self, hidden: int, inner: int, dtype: mstype.Type):

@@ -1,4 +1,4 @@
-"""Thoughts: what a model thinks before it answers, and the thought apart from the answer."""
+"""Thoughts: a model's thoughts before its answers, and their separation from the answers."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from typing import Any, Mapping, Optional, Sequence, Tuple
 from mindlora.models.thoughts import FAMILIES, Marks
 from mindlora.serving.constraints import Constraint
 
-# The switch by which a model answers at once, as templates call it: Qwen3, GLM, SmolLM; DeepSeek, Granite; OpenAI.
+# Templates' names for the switch against thoughts: Qwen3, GLM, SmolLM; DeepSeek, Granite; OpenAI.
 WITHOUT = {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}
 # Tokens at the end of a prompt that can begin a thought, or end it.
 _TAIL = 16
@@ -15,11 +15,11 @@ _TAIL = 16
 
 @dataclasses.dataclass(frozen=True)
 class Thoughts:
-    """What an answer may think first.
+    """The thought that may come before an answer.
 
     Attributes:
-        begun (bool): Whether the prompt has begun the thought; else the answer may begin one.
-        tokens (dict): Token of each mark that is a token of its own.
+        begun (bool): Whether the prompt has begun the thought; otherwise the answer may begin one.
+        tokens (dict): Token of each mark that is a single token.
     """
 
     marks: Marks
@@ -28,13 +28,13 @@ class Thoughts:
 
     @property
     def nothing(self) -> str:
-        """The text that ends the thought before anything is in it; an answer begins so where there is none."""
+        """The text that ends an empty thought, with which an answer without a thought begins."""
         return ("" if self.begun else f"{self.marks.begin}\n") + f"\n{self.marks.end}\n\n"
 
     def before(self, constraint: Constraint) -> Constraint:
         """Returns a constraint that lets a thought come first."""
         begin, end = self.marks.begin, self.marks.end
-        # Quoted text stands for ordinary tokens alone, so the grammar names a mark that is one token by its number.
+        # Quoted text stands only for ordinary tokens, so the grammar names a mark that is one token by its number.
         opening = f"<[{self.tokens[begin]}]>" if begin in self.tokens else json.dumps(begin)
         if end in self.tokens:
             rules = [f"thought: THOUGHT <[{self.tokens[end]}]>"]
@@ -51,7 +51,7 @@ class Thoughts:
 
 
 def thoughts_after(prompt: Sequence[int], tokenizer: Any, marks: Marks) -> Optional[Thoughts]:
-    """Returns what the answer to a prompt may think; None if the prompt has ended the thought."""
+    """Returns the thoughts that the answer to a prompt may have; None if the prompt has ended the thought."""
     tail = tokenizer.decode(list(prompt[-_TAIL:]), clean_up_tokenization_spaces=False).rstrip()
     if tail.endswith(marks.end):
         return None
@@ -61,7 +61,7 @@ def thoughts_after(prompt: Sequence[int], tokenizer: Any, marks: Marks) -> Optio
 
 
 class ThoughtReader:
-    """Takes an answer apart as it comes: its thought, without marks and new lines around them, and what follows."""
+    """Splits an answer as it arrives into its thought, without marks and the new lines around them, and the rest."""
 
     def __init__(self, thoughts: Optional[Thoughts]):
         self._marks = thoughts.marks if thoughts is not None else FAMILIES[0]
@@ -71,11 +71,11 @@ class ThoughtReader:
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is part of a thought."""
+        """Whether the next text is part of a thought."""
         return self._stage == "thought"
 
     def read(self, text: str, last: bool) -> Tuple[str, str]:
-        """Returns what a piece adds to the thought and to the answer; ``last`` says that no more comes."""
+        """Returns a piece's additions to the thought and to the answer; ``last`` marks the last piece."""
         self._held += text
         thought = ""
         if self._stage == "beginning":
@@ -91,7 +91,7 @@ class ThoughtReader:
         return thought, answer
 
     def _begin(self, last: bool) -> None:
-        """Decides whether the answer begins with a thought, as soon as its text says so."""
+        """Decides whether the answer begins with a thought, as soon as its text shows it."""
         said = self._held.lstrip()
         if said.startswith(self._marks.begin):
             self._stage, self._held = "thought", said[len(self._marks.begin) :]
@@ -99,7 +99,7 @@ class ThoughtReader:
             self._stage = "answer"
 
     def _think(self, last: bool) -> str:
-        """Returns what of the held text is certainly thought, and goes on to what comes behind it."""
+        """Returns the part of the held text that certainly belongs to the thought, and continues behind it."""
         held = self._held.lstrip("\n") if self._is_blank else self._held
         thought, end, rest = held.partition(self._marks.end)
         if end:

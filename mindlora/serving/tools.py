@@ -1,4 +1,4 @@
-"""Tools: how a family of models calls them, the grammar that an answer keeps, and the calls in its text."""
+"""Tools: how a family of models calls them, the grammar of such answers, and the calls in their text."""
 
 import dataclasses
 import json
@@ -6,19 +6,19 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Union
 
 from mindlora.serving.constraints import Constraint
 
-# What Hermes and Qwen write around a call.
+# The text that Hermes and Qwen write around a call.
 CALL_MARKS = _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _TEXT = "/(?s:.*)/"
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes a call of a tool: ``begin``, the arguments as JSON, ``end``.
+    """A family of models' form of a tool call: ``begin``, the arguments as JSON, ``end``.
 
     Attributes:
         arguments (str): The key of the arguments beside "name".
-        opening (str): What comes before the object; "" where the answer is the object alone.
-        closing (str): What comes behind it.
+        opening (str): The text before the object; "" if the answer is only the object.
+        closing (str): The text behind it.
     """
 
     arguments: str
@@ -26,12 +26,12 @@ class ToolFormat:
     closing: str = ""
 
     def begin(self, name: str) -> str:
-        """Returns what comes before the arguments of a call."""
+        """Returns the text before the arguments of a call."""
         return f'{self.opening}{{"name": "{name}", "{self.arguments}": '
 
     @property
     def end(self) -> str:
-        """What comes behind the arguments; it is in no JSON."""
+        """The text behind the arguments, which never occurs in JSON."""
         return "}" + self.closing
 
 
@@ -41,7 +41,7 @@ LLAMA3 = ToolFormat("parameters")
 
 
 def format_of(template: str) -> Optional[ToolFormat]:
-    """Returns how a model calls tools, by its chat template; None if that shows no tools, or in another way."""
+    """Returns a model's form of tool calls, by its chat template; None if that shows no tools, or in another form."""
     if "tools" not in template:
         return None
     if _CALL in template:
@@ -57,15 +57,15 @@ def tool_constraint(
     own_tokens: Sequence[str],
     answer: Optional[Constraint] = None,
 ) -> Constraint:
-    """Returns what an answer must be that calls tools, each with arguments of its schema.
+    """Returns the constraint on an answer that calls tools, each with arguments that satisfy its schema.
 
     Args:
-        tools (dict): Name of each tool -> what its arguments must be.
-        required (bool): Whether the answer must call one, or may be something else.
+        tools (dict): Name of each tool -> constraint on its arguments.
+        required (bool): Whether the answer must call one, rather than also be something else.
         several (bool): Whether it may call more than one.
-        own_tokens (sequence of str): The texts for which the tokenizer has a token of its own, which is used there.
-        answer (Constraint, optional): What an answer without a call must be. Default: None, any text, which may also
-            come before calls.
+        own_tokens (sequence of str): The texts for which the tokenizer has a single token, which the constraint uses.
+        answer (Constraint, optional): The constraint on an answer without a call. Default: None, any text, which may
+            also come before calls.
     """
     opening, closing = (_literal(text, own_tokens) for text in (form.opening, form.closing))
     call = f"{opening} rest".strip()
@@ -77,7 +77,7 @@ def tool_constraint(
         lines = [f"start: {call}{more} | @answer"]
         parts["answer"] = answer
     elif not form.opening:
-        # What begins as a call is one.
+        # Text that begins like a call is one.
         lines = ["start: TEXT | rest", "TEXT: /[^{](?s:.*)/"]
     elif _CALL in own_tokens:
         lines = [f"start: TEXT ({call}{more})?", f"TEXT: {_TEXT}"]
@@ -91,7 +91,7 @@ def tool_constraint(
 
 
 def _literal(text: str, own_tokens: Sequence[str]) -> str:
-    """Returns a text as a grammar has it: tokens of their own stand there without quotes."""
+    """Returns a text in a grammar's form, in which single tokens stand without quotes."""
     for token in CALL_MARKS:
         if token in text and token in own_tokens:
             before, after = text.split(token)
@@ -117,10 +117,10 @@ Part = Union[str, CallBegin, CallArguments]
 
 
 class CallReader:
-    """Takes an answer apart as it comes: text, names of calls, and their arguments.
+    """Splits an answer as it arrives into text, names of calls, and their arguments.
 
-    It relies on the grammar: whatever begins as a call is one, of a known tool. A call that is cut off has what came of
-    its arguments, and nothing of what the model writes around them. Where an answer has calls alone (``required``),
+    It relies on the grammar: text that begins like a call is one, of a known tool. A call that is cut off has the
+    received part of its arguments, and none of the text around them. If an answer has only calls (``required``),
     nothing is text, not even the beginning of a call that is cut off before its name.
     """
 
@@ -135,11 +135,11 @@ class CallReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has calls, all of them to their ends."""
+        """Whether the answer has calls, all of them complete."""
         return self._count > 0 and self._arguments is None
 
     def read(self, text: str, last: bool) -> List[Part]:
-        """Returns what a piece of the answer adds; ``last`` says that no more comes."""
+        """Returns a piece's addition to the answer; ``last`` marks the last piece."""
         self._held += text
         parts: List[Part] = []
         while self._held:
@@ -151,7 +151,7 @@ class CallReader:
         return parts
 
     def _call(self, arguments: "_JsonEnd") -> Optional[Part]:
-        """Returns the next part of a call, "" for what is around its arguments; None if there is none yet."""
+        """Returns the next part of a call, "" for the text around its arguments; None if there is none yet."""
         count = arguments.find(self._held)
         if count:
             text, self._held = self._held[:count], self._held[count:]
@@ -163,7 +163,7 @@ class CallReader:
         return ""
 
     def _text(self, last: bool) -> Optional[Part]:
-        """Returns the next part outside of calls, "" for what says nothing; None if there is none yet."""
+        """Returns the next part outside calls, "" for text without content; None if there is none yet."""
         held = self._held
         begin = self._next_begin()
         if begin is not None:
@@ -185,7 +185,7 @@ class CallReader:
         return "" if self._count or self._required else text
 
     def _next_begin(self) -> Optional[str]:
-        """Returns what begins the next call in what is held; without an opening, that must be all of the answer."""
+        """Returns the beginning of the next call in the held text; without an opening, it must be the whole answer."""
         places = {begin: self._held.find(begin) for begin in self._begins}
         if self._form.opening:
             known = [begin for begin, place in places.items() if place >= 0]
@@ -194,14 +194,14 @@ class CallReader:
         return min(known, key=places.__getitem__, default=None)
 
     def _may_begin(self, held: str) -> str:
-        """Returns the end of what is held that may be the beginning of a call."""
+        """Returns the end of the held text that may be the beginning of a call."""
         if self._form.opening:
             return held[len(held) - _overlap(held, [*self._begins, *(f"\n{begin}" for begin in self._begins)]) :]
         return held if not self._is_text and any(begin.startswith(held) for begin in self._begins) else ""
 
 
 class _JsonEnd:
-    """Finds the end of a JSON value that comes in pieces, and behind which a brace comes that is not its own."""
+    """Finds the end of a JSON value that arrives in pieces and is followed by another brace."""
 
     def __init__(self) -> None:
         self._depth = 0

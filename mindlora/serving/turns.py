@@ -1,4 +1,4 @@
-"""Turns: one computes at a time, in the order in which they ask."""
+"""Turns: one thread computes at a time, in the order of their requests."""
 
 import collections
 import contextlib
@@ -7,10 +7,10 @@ from typing import Deque, Iterator
 
 
 class Turns:
-    """Gives threads turns, first come, first served.
+    """Gives turns to threads, first come, first served.
 
-    Two graphs of MindSpore that run at once in one process wait for each other forever, and with a plain lock a thread
-    that asks again at once would always be first.
+    Two MindSpore graphs that run at once in one process wait for each other forever, and with a plain lock a thread
+    that asks again immediately would always be first.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits until all who asked before have had their turns; those who ask later wait until the context ends."""
+        """Waits until all earlier threads have had their turns; later ones wait until the context ends."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)

@@ -1,4 +1,4 @@
-"""Forgetting: how far training has moved the model away from what its base says itself, and a limit for it."""
+"""Forgetting: how far training has moved the model away from its base's own answers, and a limit for it."""
 
 import contextlib
 import math
@@ -32,24 +32,24 @@ _NAME = "ForgettingBudget"
 
 @register
 class Forgetting(PeriodicCallback):
-    r"""Measures the divergence from the base on texts of its own, and reports it as the metric ``forgetting``.
+    r"""Measures the divergence from the base on the base's own texts, and reports it as the metric ``forgetting``.
 
         KL(base || tuned) = E_{x ~ base} [log p_base(x) - log p_tuned(x)], in nats per token
 
-    Before the first step, the base says ``samples`` texts at temperature 1: no data is needed. The expectation is the
-    mean over their tokens, the same ones each time. So it is 0 where nothing has changed, and the curve is smooth.
-    ``mindlora eval --forgetting`` measures the same of a saved adapter.
+    Before the first step, the base generates ``samples`` texts at temperature 1: no data is needed. The expectation is
+    the mean over their tokens, which are the same each time. So the metric is 0 if nothing has changed, and the curve
+    is smooth. ``mindlora eval --forgetting`` computes the same metric for a saved adapter.
 
-    To draw the texts takes ``max_tokens`` passes over the whole window for each batch, since a network in training has
-    no KV cache; a measurement takes one. An adapter of adapter_path counts as change, unless its initialization has
-    changed the base (pissa, olora): then the model with which the run begins is the base.
+    Drawing the texts takes ``max_tokens`` passes over the complete window for each batch, since a network in training
+    has no KV cache; a measurement takes one. An adapter of adapter_path counts as change, unless its initialization has
+    changed the base (pissa, olora): then the initial model counts as the base.
 
     Args:
         every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
-        samples (int): Texts. Default: 16.
-        max_tokens (int): Tokens of each, at most. Default: 64.
-        batch_size (int): Texts at a time. Default: 8.
-        seed (int): Of the draws. Default: 0.
+        samples (int): Number of texts. Default: 16.
+        max_tokens (int): Maximum number of tokens in a text. Default: 64.
+        batch_size (int): Texts in a batch. Default: 8.
+        seed (int): Seed of the draws. Default: 0.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -74,7 +74,7 @@ class Forgetting(PeriodicCallback):
         self.cell: Optional[HeldOutLossCell] = None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Draws the texts, unless a resumed run has them."""
+        """Draws the texts, unless a resumed run has restored them."""
         super().on_train_epoch_begin(run_context)
         if self.samples is not None:
             return
@@ -86,21 +86,21 @@ class Forgetting(PeriodicCallback):
         params.train_network.set_train(True)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Measures if it is due."""
+        """Measures the divergence if a measurement is due."""
         params = run_context.original_args()
         results = reported_metrics(params)
         results.pop("forgetting", None)
         if self.is_due(params):
             moved = self._loss(evaluated_model(params.train_network)) - self.base_loss
             params.train_network.set_train(True)
-            # What the ranks decide by it must be the same on all of them.
+            # The ranks decide by the metric, so it must be the same on all of them.
             results["forgetting"] = mean_over_ranks(moved)
             logger.info("step %d: forgetting %.6f", params.cur_step_num, results["forgetting"])
         params["eval_results"] = results
         self.step_before = params.cur_step_num
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {"samples": self.samples, "base_loss": self.base_loss}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Forgetting(PeriodicCallback):
                 labels = np.roll(labels, -1, axis=1)
             batch_total, batch_count = self.cell(Tensor(tokens), Tensor(labels))
             total, count = total + float(batch_total.asnumpy()), count + float(batch_count.asnumpy())
-        # Nothing counts where nothing is computed, in a dry run.
+        # A dry run computes nothing, so nothing counts.
         return total / max(count, 1.0)
 
 
@@ -155,13 +155,13 @@ def _rows(samples: List[List[int]], length: int, count: int, config: Any) -> Tup
 
 
 def _drawn(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns a token for each row of logits [rows, vocabulary], drawn at temperature 1: by Gumbel's maximum."""
+    """Returns a token for each row of logits [rows, vocabulary], drawn at temperature 1 by the Gumbel-max trick."""
     return (logits + rng.gumbel(size=logits.shape)).argmax(-1)
 
 
 @contextlib.contextmanager
 def _without_adapters(network: nn.Cell) -> Iterator[None]:
-    """Switches off, for a while, adapters that change something, unless their initialization has changed the base."""
+    """Temporarily switches off adapters with an effect, unless their initialization has changed the base."""
     kept = []
     for _, cell in lora_cells(network):
         if cell.initial_pair is None and cell.parts()[cell.variant.zero_part].asnumpy().any():
@@ -177,17 +177,17 @@ def _without_adapters(network: nn.Cell) -> Iterator[None]:
 
 @register
 class ForgettingBudget(Callback):
-    """Keeps what Forgetting measures within a budget, by going back to the last state that was.
+    """Keeps forgetting within a budget, by going back to the last state within it.
 
-    When a measurement exceeds ``budget``, adapter and optimizer become again what they were at the last one that did
-    not (a copy on the host). Then the run ends; or, up to ``max_returns`` times, it goes on with ``rate_cut`` times the
-    learning rate. As the last step is measured too, the adapter at the end is within the budget. All ranks see the same
-    measurement, and decide alike.
+    When a measurement exceeds ``budget``, the adapter and the optimizer are restored to their state at the last
+    measurement within it (a copy on the host). Then the run ends, or, up to ``max_returns`` times, continues with
+    ``rate_cut`` times the learning rate. As the last step is measured too, the adapter at the end is within the budget.
+    All ranks see the same measurement, and decide alike.
 
     Args:
         budget (float): Nats per token; above 0.
-        max_returns (int): How many times the run goes on, more slowly. Default: 0, it ends at once.
-        rate_cut (float): Factor of the learning rate each time; above 0 and at most 1. Default: 0.3.
+        max_returns (int): Maximum number of times that the run continues, at a lower rate. Default: 0, it ends at once.
+        rate_cut (float): Factor of the learning rate at each return; above 0 and at most 1. Default: 0.3.
 
     Raises:
         ConfigError: An argument is out of range, nothing measures forgetting, or the train step is not mindlora's.
@@ -213,7 +213,7 @@ class ForgettingBudget(Callback):
             raise ConfigError(f"{_NAME} needs forgetting, which nothing measures: add Forgetting to callbacks.")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Copies the state at which the run begins, and sets the rate that a resumed run had."""
+        """Copies the initial state, and sets the rate that a resumed run had."""
         # Not when training begins: a resumed run may not have its state by then.
         params = run_context.original_args()
         step = controlled_step(params, _NAME)
@@ -228,12 +228,12 @@ class ForgettingBudget(Callback):
         if moved is None:
             return
         step = controlled_step(params, _NAME)
-        # Not a NaN either.
+        # NaN exceeds the budget too.
         if moved <= self.budget:
             self._keep(params.cur_step_num, step)
             return
         put_back(step, self.within)
-        # It was measured of the state that is gone.
+        # The metric belongs to the discarded state.
         params["eval_results"] = {k: v for k, v in reported_metrics(params).items() if k != "held_out_loss"}
         self.returns += 1
         told = (
@@ -251,7 +251,7 @@ class ForgettingBudget(Callback):
         step.set_rate_factor(_NAME, self.factor)
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {"returns": self.returns, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:

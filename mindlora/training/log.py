@@ -1,4 +1,4 @@
-"""Sends mindlora's messages to MindFormers' log, where the user of a launcher looks for them."""
+"""Sends mindlora's messages to MindFormers' log, where users of a launcher look for them."""
 
 import logging
 
@@ -8,7 +8,7 @@ logger = logging.getLogger("mindlora")
 
 
 class _ToMindFormers(logging.Handler):
-    """Passes records on to MindFormers, which picks its handlers for each message, so they cannot be shared."""
+    """A handler that passes records on to MindFormers, which picks handlers per message, so they cannot be shared."""
 
     def emit(self, record: logging.LogRecord) -> None:
         getattr(mindformers_logger, record.levelname.lower())(self.format(record))

@@ -1,4 +1,4 @@
-"""The names that mindlora replaces in MindFormers, each with the reason; nothing else of MindFormers is changed."""
+"""The names that mindlora replaces in MindFormers, each with the reason; nothing else in MindFormers is changed."""
 
 import functools
 import importlib
@@ -14,15 +14,15 @@ from mindlora.core.mindformers_version import release
 
 
 class Replaced(NamedTuple):
-    """A name in a module of MindFormers, or of a class there, and what gets it.
+    """A name in a MindFormers module or class, and its replacement.
 
     Attributes:
         module (str): The module of MindFormers.
         name (str): The name there, "Trainer.training_step" for a method.
-        arguments (tuple of str): What MindFormers calls it with.
-        by (str): "module.function" below mindlora.training. Its function takes what had the name, and returns what
-            gets it.
-        reason (str): Why no key of a YAML, and no registry, suffices.
+        arguments (tuple of str): The arguments with which MindFormers calls it.
+        by (str): "module.function" below mindlora.training. The function takes the original object and returns the
+            replacement.
+        reason (str): Why neither a YAML key nor a registry suffices.
     """
 
     module: str
@@ -51,7 +51,7 @@ IN_GRAPH_MODE = (
         "sizes and refuses them, since 1 is not the number of devices.",
     ),
 )
-# MindFormers 2.0 and 2.1, whose PyNative Trainer has no registry for what it builds.
+# MindFormers 2.0 and 2.1, whose PyNative Trainer has no registry for the objects that it builds.
 KNOWN_PYNATIVE_RELEASES = ((2, 0), (2, 1))
 IN_PYNATIVE = (
     Replaced(
@@ -136,7 +136,7 @@ IN_PYNATIVE = (
 
 @functools.lru_cache(maxsize=None)
 def replace_in_graph_mode() -> None:
-    """Replaces the names of IN_GRAPH_MODE that this MindFormers has; what comes after the first call does nothing."""
+    """Replaces the names of IN_GRAPH_MODE that this MindFormers has; later calls do nothing."""
     for replaced in IN_GRAPH_MODE:
         try:
             owner, name = _owner_of(replaced)
@@ -148,10 +148,10 @@ def replace_in_graph_mode() -> None:
 
 @functools.lru_cache(maxsize=None)
 def replace_in_pynative() -> None:
-    """Replaces the names of IN_PYNATIVE; what comes after the first call does nothing.
+    """Replaces the names of IN_PYNATIVE; later calls do nothing.
 
     Raises:
-        InstallationError: mindlora does not know the PyNative Trainer of the MindFormers that is installed.
+        InstallationError: mindlora does not know the PyNative Trainer of the installed MindFormers.
     """
     version = importlib.metadata.version("mindformers")
     if release(version) not in KNOWN_PYNATIVE_RELEASES:
@@ -173,7 +173,7 @@ def replace_in_pynative() -> None:
 
 
 def _owner_of(replaced: Replaced) -> Tuple[Any, str]:
-    """Returns the module or the class that has a name, and the name there."""
+    """Returns the module or class that has a name, and the name within it."""
     *path, name = replaced.name.split(".")
     return functools.reduce(getattr, path, importlib.import_module(replaced.module)), name
 
@@ -185,10 +185,9 @@ def _replace(replaced: Replaced, owner: Any, name: str) -> None:
 
 
 def for_all_devices(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Returns MindFormers' function that makes process groups, which in data parallel then counts all devices.
+    """Wraps MindFormers' function that makes process groups, so that it counts all devices in data parallel.
 
-    Only the number of devices is set right: the model keeps data_parallel 1, by which it reshapes the rows of its
-    device.
+    Only the number of devices is corrected: the model keeps data_parallel 1, by which it reshapes its device's rows.
     """
 
     @functools.wraps(initialize)

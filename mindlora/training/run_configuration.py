@@ -1,4 +1,4 @@
-"""The configuration of the run of this process. (MindFormers gives a callback nothing but its own node of the YAML.)"""
+"""The configuration of this process's run. (MindFormers passes a callback only its own node of the YAML.)"""
 
 from typing import Any, Dict, Mapping
 
@@ -6,18 +6,18 @@ _configuration: Dict[str, Any] = {}
 
 
 def remember_configuration(config: Mapping[str, Any]) -> None:
-    """Keeps the YAML of the run, with the command line's overrides and all that was filled in."""
+    """Keeps the run's YAML, with the command line's overrides and all filled-in settings."""
     _configuration.clear()
     _configuration.update(plain(config))
 
 
 def run_configuration() -> Dict[str, Any]:
-    """Returns a copy of it; empty if mindlora-run did not start the run."""
+    """Returns a copy of the run's configuration; empty if mindlora-run did not start the run."""
     return dict(_configuration)
 
 
 def plain(value: Any) -> Any:
-    """Returns a value of a YAML as JSON has it; whatever else MindFormers puts in is named."""
+    """Converts a value of a YAML to JSON's types; any other object that MindFormers puts in becomes its name."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

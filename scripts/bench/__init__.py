@@ -1,6 +1,6 @@
-"""The benchmarks of scripts/bench.py, one module each, and what they share.
+"""The benchmarks of scripts/bench.py, one module each, and their common parts.
 
-Importing this package sets what MindSpore reads when it is imported: import it before MindSpore.
+Importing this package sets variables that MindSpore reads at import: import it before MindSpore.
 """
 
 import os
@@ -8,6 +8,8 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
-# As mindlora-run sets it: threads that spin between kernels disturb the next side.
+# mindlora-run sets this too: threads that spin between kernels disturb the next side.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("GLOG_v", "3")
+# Each measurement compiles its graphs, unless it is about kept ones.
+os.environ.setdefault("MINDLORA_GRAPH_CACHE", "")

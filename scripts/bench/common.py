@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, the machine, sides that take turns, tables, and the JSON file."""
+"""Common parts of the benchmarks: options, the machine, sides that take turns, tables, and the JSON file."""
 
 import argparse
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 from bench import ROOT
 
-# As mindlora_set_isa counts.
+# In the order of mindlora_set_isa's numbers.
 AVX2 = 1
 BASE, AGAIN = "base", "base, again"
 WARM_UP = 4
@@ -43,21 +43,21 @@ def parser(description: str, prog: Optional[str] = None) -> argparse.ArgumentPar
 
 
 def add_number(options: argparse.ArgumentParser, flag: str, full: Any, quick: Any, meaning: str, **kwargs: Any) -> None:
-    """Adds a whole number whose default is `full`, with --quick `quick`; with nargs both are lists."""
+    """Adds an integer option whose default is `full`, or `quick` with --quick; with nargs, both are lists."""
     shown = [" ".join(map(str, value)) if isinstance(value, list) else value for value in (full, quick)]
     meaning = f"{meaning} (default: {shown[0]}, with --quick {shown[1]})"
     options.add_argument(flag, type=int, default=ByQuick(full, quick), help=meaning, **kwargs)
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Gives each option of `add_number` that is not on the command line its default."""
+    """Sets the default of each option of `add_number` that is not on the command line."""
     for name, value in vars(args).items():
         if isinstance(value, ByQuick):
             setattr(args, name, value.quick if args.quick else value.full)
 
 
 def new_file(path: str) -> str:
-    """Returns the absolute path of a file that can be written, so that no figures are lost at the end."""
+    """Returns the absolute path of a writable file, so that no figures are lost at the end."""
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if os.path.isdir(path) or not os.access(folder, os.W_OK):
@@ -73,18 +73,18 @@ def write_json(path: Optional[str], figures: Dict[str, Any]) -> None:
 
 
 def child_command(benchmark: str, *words: str, python: str = sys.executable) -> List[str]:
-    """Returns the command that runs a benchmark in a process of its own."""
+    """Returns the command that runs a benchmark in a separate process."""
     return [python, os.path.join(ROOT, "scripts", "bench.py"), benchmark, *words]
 
 
 def machine(*packages: str) -> Dict[str, Any]:
-    """Returns what the figures depend on: processor, instruction set, cores, load and versions of packages."""
+    """Returns the conditions of the figures: processor, instruction set, cores, load and package versions."""
     processor: Dict[str, str] = {}
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
                 name, _, value = line.partition(":")
-                # setdefault: the first processor represents all.
+                # setdefault, since the first processor represents all.
                 processor.setdefault(name.strip(), value.strip())
     flags = set(processor.get("flags", "").split())
     best = next((name for name, required in INSTRUCTION_SETS.items() if required <= flags), "no AVX2")
@@ -99,12 +99,12 @@ def machine(*packages: str) -> Dict[str, Any]:
 
 
 def is_limited() -> bool:
-    """Returns whether MindSpore's products are limited to AVX2, as ONEDNN_MAX_CPU_ISA says."""
+    """Returns whether ONEDNN_MAX_CPU_ISA limits MindSpore's products to AVX2."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
 
 
 def limit_operators() -> None:
-    """Limits mindlora's CPU operators as MindSpore's products are."""
+    """Limits mindlora's CPU operators to the instruction set of MindSpore's products."""
     if is_limited():
         from mindlora.ops import backend
 
@@ -120,7 +120,7 @@ def version(package: str) -> str:
 
 
 def load_average() -> float:
-    """Returns how many processes wanted a core during the last minute."""
+    """Returns the load average of the last minute."""
     return round(os.getloadavg()[0], 1)
 
 
@@ -132,7 +132,7 @@ def machine_line(machine: Dict[str, Any]) -> str:
 
 
 def spread(values: Sequence[float]) -> Dict[str, float]:
-    """Returns median, quartiles, least and greatest of a list."""
+    """Returns the median, quartiles, minimum and maximum of a list."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return {
         "median": median,
@@ -145,17 +145,17 @@ def spread(values: Sequence[float]) -> Dict[str, float]:
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the median of the ratios within a round.
+    """Returns the median of the ratios within each round.
 
-    What else runs on the machine disturbs both sides of a round alike.
+    Other load on the machine disturbs both sides of a round alike.
     """
     return statistics.median(a / b for a, b in zip(first, second))
 
 
 def take_turns(sides: Dict[str, Callable[[], Any]], rounds: int, warm_up: int = WARM_UP) -> Dict[str, List[Any]]:
-    """Returns what each side returned in its rounds, after those that warm up.
+    """Returns each side's results of all rounds after the warm-up.
 
-    Every order of the sides occurs, so that no side always follows the same other one.
+    Every order of the sides occurs, so that no side always follows the same other side.
     """
     results: Dict[str, List[Any]] = {side: [] for side in sides}
     orders = list(itertools.permutations(sides))
@@ -167,7 +167,7 @@ def take_turns(sides: Dict[str, Callable[[], Any]], rounds: int, warm_up: int = 
 
 
 def timed(call: Callable[..., Any], *inputs: Any) -> Callable[[], Tuple[float, float]]:
-    """Returns a function that calls, waits for the result, and returns the seconds on the clock and those computed."""
+    """Returns a function that calls, waits for the result, and returns wall-clock and CPU seconds."""
 
     def run() -> Tuple[float, float]:
         start = time.perf_counter()
@@ -181,18 +181,18 @@ def timed(call: Callable[..., Any], *inputs: Any) -> Callable[[], Tuple[float, f
 def time_in_turns(
     sides: Dict[str, Callable[..., Any]], rounds: int, warm_up: int = WARM_UP, inputs: Sequence[Any] = ()
 ) -> Dict[str, Dict[str, Tuple[float, ...]]]:
-    """Returns {side: {"wall": seconds of its rounds on the clock, "cpu": those that the process computed}}."""
+    """Returns {side: {"wall": wall-clock seconds of its rounds, "cpu": CPU seconds of the process}}."""
     pairs = take_turns({side: timed(call, *inputs) for side, call in sides.items()}, rounds, warm_up)
     return {side: dict(zip(("wall", "cpu"), zip(*times))) for side, times in pairs.items()}
 
 
 def spreads(clocks: Dict[str, Dict[str, Sequence[float]]]) -> Dict[str, Dict[str, Dict[str, float]]]:
-    """Returns {side: {"wall", "cpu": spread}} of what `time_in_turns` returns."""
+    """Returns {side: {"wall", "cpu": spread}} for the result of `time_in_turns`."""
     return {side: {"wall": spread(times["wall"]), "cpu": spread(times["cpu"])} for side, times in clocks.items()}
 
 
 def wait(result: Any) -> None:
-    """Waits until what a network returned has been computed."""
+    """Waits until a network's result has been computed."""
     if isinstance(result, (tuple, list)):
         for item in result:
             wait(item)
@@ -208,9 +208,9 @@ def compare(
     remark: str,
     ratios: Optional[Dict[str, Tuple[str, str]]] = None,
 ) -> Dict[str, Any]:
-    """Returns a table of sides that took turns: seconds on the clock and computed, and their ratios.
+    """Returns a table of sides that took turns: wall-clock and CPU seconds, and their ratios.
 
-    Each side is compared with BASE, where there is one; `ratios` names further pairs.
+    Each side is compared with BASE, if there is one; `ratios` names further pairs.
     """
     pairs = dict(ratios or {})
     if BASE in sides:
@@ -221,7 +221,7 @@ def compare(
 def compare_clocks(
     title: str, clocks: Dict[str, Dict[str, Sequence[float]]], remark: str, pairs: Dict[str, Tuple[str, str]]
 ) -> Dict[str, Any]:
-    """Returns the same table of what `time_in_turns` returns, with the ratios of these pairs."""
+    """Returns the same table for the result of `time_in_turns`, with the ratios of these pairs."""
     ratio_of = {}
     for name, (first, second) in pairs.items():
         ratio_of[name] = [median_ratio(clocks[first][clock], clocks[second][clock]) for clock in ("wall", "cpu")]
@@ -229,7 +229,7 @@ def compare_clocks(
 
 
 def text(table: Dict[str, Any]) -> str:
-    """Returns a table of `compare` as text, in milliseconds."""
+    """Formats a table of `compare` as text, in milliseconds."""
     head = f"{'milliseconds':<44}{'median':>9}{'quartiles':>19}{'min':>9}{'CPU':>9}{'ratio':>8}{'CPU':>7}"
     lines = [table["title"], head]
     for side, clocks in table["seconds"].items():
@@ -243,6 +243,6 @@ def text(table: Dict[str, Any]) -> str:
 
 
 def quartiles(seconds: Dict[str, float]) -> str:
-    """Returns median, quartiles and least of a `spread` in milliseconds, as columns."""
+    """Returns the median, quartiles and minimum of a `spread` in milliseconds, as columns."""
     milliseconds = {name: 1e3 * value for name, value in seconds.items()}
     return "{median:>9.3f}{lower_quartile:>10.3f}{upper_quartile:>9.3f}{min:>9.3f}".format(**milliseconds)

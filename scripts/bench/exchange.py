@@ -1,10 +1,10 @@
-"""Bytes, losses and seconds of compressed gradient exchange against the dense one, between real processes.
+"""Bytes, losses and seconds of compressed gradient exchange against dense exchange, between real processes.
 
-Bytes: what two and four ranks send in a step, by formula and by the counter of the loopback device; for eight ranks by
-formula alone. Losses: LoRA fine-tunings of a small Llama on two ranks, for each seed, with a control that drops what
-it does not send. Seconds: an exchange between two network namespaces, whose link a token bucket limits to 100 Mbit/s
-and 1 Gbit/s; where the machine does not allow that, seconds follow from the bytes by formula, and the table says so. On
-CPUs a receiver sends every message back as its receipt, so the device counts twice the bytes of the formula.
+Bytes: the bytes that two and four ranks send in a step, by formula and by the loopback device's counter; for eight
+ranks only by formula. Losses: LoRA fine-tunings of a small Llama on two ranks, for each seed, with a control that drops
+unsent gradients. Seconds: an exchange between two network namespaces, with a link limited to 100 Mbit/s and 1 Gbit/s by
+a token bucket; if the machine does not allow that, the seconds are computed from the bytes, and the table says so. On
+CPUs, a receiver returns every message as a receipt, so the device counts twice the bytes of the formula.
 """
 
 import argparse
@@ -66,13 +66,13 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def child(args: argparse.Namespace, words: List[str]) -> None:
-    """Is one rank: measures what ``words`` names, with the settings that follow in JSON."""
+    """Runs one rank: takes the measurement that ``words`` names, with the JSON settings that follow."""
     what, settings = words
     exchange_rank.measure(what, json.loads(settings))
 
 
 def measure_bytes(size: int) -> Dict[str, Any]:
-    """Returns {ranks: {method: bytes that rank 0 sends in a step, and the device's bytes for all ranks}}."""
+    """Returns {ranks: {method: bytes that rank 0 sends in a step, and the device's bytes of all ranks}}."""
     rows: Dict[str, Any] = {"elements": size}
     isolated = subprocess.run([*OWN_NETWORK, "true"], capture_output=True, check=False).returncode == 0
     for count in RANKS:
@@ -80,7 +80,7 @@ def measure_bytes(size: int) -> Dict[str, Any]:
         rows[str(count)] = {
             name: {
                 "formula": row["counted"],
-                # Unless the loopback device is of these processes alone, what rank 0 has written counts.
+                # Unless these processes have the loopback device to themselves, the bytes that rank 0 wrote count.
                 "measured": row["device"] / count if isolated else row["written"],
             }
             for name, row in result.items()
@@ -90,7 +90,7 @@ def measure_bytes(size: int) -> Dict[str, Any]:
 
 
 def by_formula(name: str, size: int, count: int) -> int:
-    """Returns how many bytes a rank sends in a step."""
+    """Returns the number of bytes that a rank sends in a step."""
     layout = FlatLayout([Parameter(Tensor(np.zeros(size, np.float32)), name="a")])
     return make_exchange(exchange_settings(METHODS[name]), layout, Ranks(0, count), 1).bytes_per_step
 
@@ -103,7 +103,7 @@ def measure_losses(args: argparse.Namespace) -> Dict[str, List[float]]:
 
 
 def measure_seconds(size: int, steps: int) -> Dict[str, Any]:
-    """Returns {link: {method: seconds of a step}}; "measured" says whether a link was really limited."""
+    """Returns {link: {method: seconds of a step}}; "measured" says whether the link was actually limited."""
     limited = Link.allowed()
     seconds: Dict[str, Any] = {"elements": size, "measured": limited}
     for name, (rate, word) in LINKS.items():
@@ -126,7 +126,7 @@ class Link:
 
     @classmethod
     def allowed(cls) -> bool:
-        """Returns whether such a link can be made here."""
+        """Returns whether this machine allows such a link."""
         if not (shutil.which("ip") and shutil.which("tc")):
             return False
         try:
@@ -158,7 +158,7 @@ class Link:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def run(self, settings: Dict[str, Any]) -> Dict[str, Any]:
-        """Returns what rank 0 measured."""
+        """Runs the two ranks, and returns rank 0's measurements."""
         port = str(free_port())
         nodes = [
             subprocess.Popen(
@@ -178,7 +178,7 @@ def _call(*command: str) -> None:
 
 
 def run_ranks(count: int, what: str, settings: Dict[str, Any], isolated: bool) -> Any:
-    """Returns what rank 0 of ``count`` on this machine measured."""
+    """Runs ``count`` ranks on this machine, and returns rank 0's measurements."""
     command = msrun(count, count, "127.0.0.1", str(free_port()), 0, [what, json.dumps(settings)])
     if isolated:
         command = [*OWN_NETWORK, *command]
@@ -187,7 +187,7 @@ def run_ranks(count: int, what: str, settings: Dict[str, Any], isolated: bool) -
 
 
 def msrun(count: int, local: int, address: str, port: str, node: int, words: List[str]) -> List[str]:
-    """Returns the command that starts the ranks of a machine, each of which is a child that gets ``words``."""
+    """Returns the command that starts a machine's ranks, each of them a child with ``words``."""
     options = {"worker_num": count, "local_worker_num": local, "master_addr": address, "master_port": port}
     options.update(node_rank=node, log_dir=f"log_{node}", join=True)
     flags = [f"--{key}={value}" for key, value in options.items()]
@@ -201,7 +201,7 @@ def environment() -> Dict[str, str]:
 
 
 def read_result(codes: Sequence[Optional[int]]) -> Any:
-    """Returns the result of rank 0, or stops with the end of its log."""
+    """Returns rank 0's result, or exits with the end of its log."""
     if any(codes):
         with open(os.path.join("log_0", "worker_0.log"), encoding="utf-8") as file:
             sys.exit(f"msrun ended with exit codes {list(codes)}:\n{file.read()[-3000:]}")
@@ -216,7 +216,7 @@ def free_port() -> int:
 
 
 def bytes_table(figures: Dict[str, Any]) -> str:
-    """Returns the bytes as a table."""
+    """Formats the bytes as a table."""
     lines = [
         f"\nbytes that a rank sends in a step, {figures['elements']:,} gradients (goal: quantized saves at least "
         f"{GOALS['saving']:.0%})",
@@ -232,7 +232,7 @@ def bytes_table(figures: Dict[str, Any]) -> str:
 
 
 def loss_table(figures: Dict[str, Any]) -> str:
-    """Returns the losses as a table."""
+    """Formats the losses as a table."""
     dense = figures["dense"]
     lines = [
         "\nheld-out loss (nats per byte) after LoRA fine-tunings of a Llama on 2 ranks; before: "
@@ -249,7 +249,7 @@ def loss_table(figures: Dict[str, Any]) -> str:
 
 
 def seconds_table(figures: Dict[str, Any]) -> str:
-    """Returns the seconds as a table."""
+    """Formats the seconds as a table."""
     how = "measured" if figures["measured"] else "BY FORMULA from the bytes, as this machine allows no limited link"
     lines = [
         f"\nmilliseconds of an exchange between 2 ranks, {figures['elements']:,} gradients, receipts included; {how}"

@@ -1,4 +1,4 @@
-"""One rank of the benchmark exchange, which starts it with msrun: bytes and seconds of exchanges, or fine-tunings."""
+"""One rank of the benchmark exchange, started with msrun: measures exchanges, or fine-tunes."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_excha
 from mindlora.training.exchange.ranks import Ranks
 from mindlora.training.exchange.settings import exchange_settings
 
-# Seconds after which the receipts of all messages have been sent.
+# Seconds after which all messages' receipts have been sent.
 SETTLE = 0.6
 TEXTS = os.path.join(ROOT, "scripts", "quickstart_data")
-# A Llama of bytes; each rank trains on ROWS rows in a step.
+# A byte-level Llama; each rank trains on ROWS rows in a step.
 LLAMA = {
     "seq_length": 64,
     "hidden_size": 128,
@@ -38,7 +38,7 @@ ROWS, RATE, BASE_RATE = 8, 5e-3, 2e-3
 
 
 class ExchangeStep(nn.Cell):
-    """An exchange and nothing else."""
+    """A step that only exchanges gradients."""
 
     def __init__(self, exchange: Exchange):
         super().__init__(auto_prefix=False)
@@ -50,7 +50,7 @@ class ExchangeStep(nn.Cell):
 
 
 class TrainStep(nn.Cell):
-    """A step of Adam on the mean of the ranks' gradients, or without an exchange on this rank's."""
+    """A step of Adam on the mean of the ranks' gradients, or on this rank's gradients without an exchange."""
 
     def __init__(self, network: nn.Cell, rates: List[float], exchange: Optional[Exchange], layout: FlatLayout):
         super().__init__(auto_prefix=False)
@@ -90,7 +90,7 @@ def build(setting: Dict[str, Any], layout: FlatLayout) -> Exchange:
 
 
 def measure_exchanges(methods: Dict[str, Dict], size: int, steps: int) -> Dict[str, Any]:
-    """Returns {method: counted and sent bytes of rank 0 and of the device in a step, and the seconds of each step}."""
+    """Returns {method: computed and actual bytes of rank 0 and the device per step, and each step's seconds}."""
     flat = Tensor(np.random.default_rng(get_rank()).normal(size=size).astype(np.float32))
     figures = {}
     for name, setting in methods.items():
@@ -111,7 +111,7 @@ def measure_exchanges(methods: Dict[str, Dict], size: int, steps: int) -> Dict[s
 
 
 def sent_bytes() -> List[int]:
-    """Returns how many bytes this process has written, and how many the devices of its network have sent."""
+    """Returns the bytes that this process has written, and the bytes that its network devices have sent."""
     with open("/proc/self/io", encoding="utf-8") as file:
         written = next(int(line.split()[1]) for line in file if line.startswith("wchar"))
     with open("/proc/net/dev", encoding="utf-8") as file:
@@ -121,8 +121,8 @@ def sent_bytes() -> List[int]:
 def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_steps: int) -> Dict[str, Any]:
     """Returns {method: [held-out loss of each seed]}, and the loss before training as "before".
 
-    A Llama that has learned a text of bytes gets adapters of rank 8 on its linear cells, which learn dialogues of
-    another kind. The seeds draw A and the rows. Each method compiles one network, which all seeds use.
+    A Llama pretrained on a text gets adapters of rank 8 on its linear cells, which learn dialogues of another kind. The
+    seeds determine A and the rows. Each method compiles one network for all seeds.
     """
     base_text, dialogues = texts()
     train_text, held_out_text = np.split(dialogues, [len(dialogues) * 9 // 10])
@@ -136,7 +136,7 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
         layout = FlatLayout(network.trainable_params())
         rates = [RATE * (1 - step / steps) for step in range(steps)]
         step = TrainStep(network, rates, build(setting, layout), layout).set_train()
-        # The values that moments and counts have at first; in data parallel they have none before a compilation.
+        # The initial values of moments and counts; in data parallel, they have none before a compilation.
         initial = {p.name: p.init_data().asnumpy().copy() for p in step.get_parameters() if p.name not in base}
         losses["before"] = held_out_loss(network, held_out)
         losses[name] = []
@@ -147,7 +147,7 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
                     values = initial[parameter.name]
                     if parameter.name in layout.names and parameter.name.endswith("lora_a"):
                         values = rng.normal(size=values.shape).astype(np.float32) / values.shape[1] ** 0.5
-                    # Not set_data: a graph keeps what it uses in one of its branches alone.
+                    # Not set_data: a graph keeps old values of parameters that only one branch uses.
                     ops.assign(parameter, Tensor(values))
             rng = np.random.default_rng((seed, get_rank()))
             for _ in range(steps):
@@ -157,7 +157,7 @@ def measure_losses(methods: Dict[str, Dict], seeds: List[int], steps: int, base_
 
 
 def texts() -> List[np.ndarray]:
-    """Returns the bytes of two bundled texts: what the base learns, and the dialogues that the adapters learn."""
+    """Returns the bytes of two bundled texts: the base's training text, and the dialogues for the adapters."""
     with open(os.path.join(TEXTS, "base.txt"), "rb") as file:
         base = file.read()
     with open(os.path.join(TEXTS, "dialogues.json"), encoding="utf-8") as file:
@@ -166,7 +166,7 @@ def texts() -> List[np.ndarray]:
 
 
 def llama(values: Optional[Dict[str, np.ndarray]] = None) -> nn.Cell:
-    """Returns the network, in training, with given weights."""
+    """Returns the network in training mode, with the given weights."""
     from mindformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     ms.set_seed(1)
@@ -178,7 +178,7 @@ def llama(values: Optional[Dict[str, np.ndarray]] = None) -> nn.Cell:
 
 
 def pretrained(text: np.ndarray, steps: int) -> nn.Cell:
-    """Returns a network that has learned the text; each rank trains the same one by itself."""
+    """Returns a network trained on the text; each rank trains the same network by itself."""
     network = llama()
     layout = FlatLayout(network.trainable_params())
     step = TrainStep(network, [BASE_RATE * (1 - i / steps) for i in range(steps)], None, layout).set_train()
@@ -189,11 +189,11 @@ def pretrained(text: np.ndarray, steps: int) -> nn.Cell:
 
 
 def rows(rng: np.random.Generator, text: np.ndarray) -> Tensor:
-    """Returns rows of seq_length + 1 bytes from random places of a text."""
+    """Returns rows of seq_length + 1 bytes from random places in a text."""
     starts = rng.integers(0, len(text) - 65, ROWS)
     return Tensor(text[starts[:, None] + np.arange(65)])
 
 
 def held_out_loss(network: nn.Cell, tokens: Tensor) -> float:
-    """Returns the mean loss of a byte."""
+    """Returns the mean loss per byte."""
     return float(np.mean([float(network(part).asnumpy()) for part in tokens.split(8) if len(part) == 8]))

@@ -1,10 +1,10 @@
-"""Speed and peak memory of base convert and base merge beside the disk's, and the time of load_lora.
+"""Speed and peak memory of base convert and base merge against the disk's speed, and the time of load_lora.
 
-The base is synthetic: a Llama's shapes in bfloat16, once in four files and once in one. Every round measures the disk
-and each command in turn, so that other load affects all of them alike. The page cache is emptied before each, where
-that is allowed, and writing ends with fdatasync. A command's speed is the size of its output over its time from start
-to end, the start of Python included. It is compared with three times of the disk: writing as much; reading and then
-writing as much, which is what a command has to move; and the kernel's own copy of the file, the least for any copy.
+The base is synthetic: a Llama's shapes in bfloat16, in four files or in one. Every round measures the disk and each
+command in turn, so that other load affects all of them alike. The page cache is emptied before each measurement, if
+allowed, and writing ends with fdatasync. A command's speed is the size of its output over its total time, including
+Python's start. It is compared with three times of the disk: writing as much; reading and then writing as much, which a
+command has to do; and the kernel's own copy of the file, the lower bound for any copy.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, Any]:
-    """Returns name -> {"seconds": spread, "speed", ...} of the disk and of the commands."""
+    """Returns name -> {"seconds": spread, "speed", ...} for the disk and the commands."""
     nbytes = sum(2 * int(np.prod(shape)) for _, shape in shapes(size))
     free = shutil.disk_usage(folder).free
     if free < 5 * nbytes:
@@ -103,7 +103,7 @@ def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, A
     }
     both = [read + write for read, write in zip(seconds[READ], seconds[WRITE])]
     for name, (form, _, _) in commands.items():
-        # Within each round, since the speed of the disk varies.
+        # Ratios within each round, since the disk's speed varies.
         result[name]["ratio_to_write"] = median_ratio(seconds[WRITE], seconds[name])
         result[name]["ratio_to_both"] = median_ratio(both, seconds[name])
         result[name]["ratio_to_copy"] = median_ratio(seconds[COPY], seconds[name])
@@ -113,7 +113,7 @@ def measure_files(folder: str, size: Dict[str, int], rounds: int) -> Dict[str, A
 
 
 def shapes(size: Dict[str, int]) -> Iterator[Tuple[str, Tuple[int, ...]]]:
-    """Yields (name, shape) of a Llama's parameters under Hugging Face's names."""
+    """Yields (name, shape) of a Llama's parameters, with Hugging Face's names."""
     sizes = {"h": size["hidden"], "f": size["intermediate"]}
     yield "model.embed_tokens.weight", (size["vocab"], size["hidden"])
     for layer in range(size["layers"]):
@@ -182,7 +182,7 @@ def make_adapter(folder: str, size: Dict[str, int]) -> None:
 
 
 def write_disk(path: str, nbytes: int) -> float:
-    """Returns the seconds that writing so many bytes takes, fdatasync included."""
+    """Returns the seconds that writing ``nbytes`` bytes takes, fdatasync included."""
     block = np.random.default_rng(2).bytes(4 * 2**20)
     drop_caches()
     start = time.perf_counter()
@@ -196,7 +196,7 @@ def write_disk(path: str, nbytes: int) -> float:
 
 
 def read_disk(path: str) -> float:
-    """Returns the seconds that reading a whole file takes."""
+    """Returns the seconds that reading a file takes."""
     drop_caches()
     block = bytearray(4 * 2**20)
     start = time.perf_counter()
@@ -232,7 +232,7 @@ def drop_caches() -> bool:
 
 
 def mindlora(words: List[str]) -> Tuple[float, int]:
-    """Runs ``mindlora ...`` in a process of its own; returns its seconds and its peak resident memory in bytes."""
+    """Runs ``mindlora ...`` in a separate process; returns its seconds and peak resident memory in bytes."""
     script = (
         "import sys; from mindlora.cli import main; code = main(sys.argv[1:]); "
         "print(open('/proc/self/status').read(), file=sys.stderr); sys.exit(code)"
@@ -248,13 +248,13 @@ def mindlora(words: List[str]) -> Tuple[float, int]:
     taken = time.perf_counter() - start
     if result.returncode:
         sys.exit(result.stderr)
-    # Not getrusage: its peak includes what this process held when it started the other one.
+    # Not getrusage: its peak includes this process's memory at the time of the fork.
     peak = next(line for line in result.stderr.splitlines() if line.startswith("VmHWM"))
     return taken, int(peak.split()[1]) * 1024
 
 
 def measure_load(folder: str, size: Dict[str, int], times: int) -> Dict[str, Any]:
-    """Returns the seconds of load_lora into a network of nn.Dense, and of a plain copy of as many bytes."""
+    """Returns the seconds of load_lora into a network of nn.Dense, and of a plain copy of the same size."""
     import mindspore as ms
     from mindspore import nn
 
@@ -300,7 +300,7 @@ def measure_load(folder: str, size: Dict[str, int], times: int) -> Dict[str, Any
 
 
 def table(figures: Dict[str, Any]) -> str:
-    """Returns the figures as text."""
+    """Formats the figures as text."""
     lines = []
     if "files" in figures:
         files = figures["files"]

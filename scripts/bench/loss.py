@@ -1,9 +1,9 @@
-"""Output head and cross entropy in pieces, and for all tokens at once: time and peak memory on a CPU.
+"""Output head and cross entropy in pieces against all tokens at once: time and peak memory on a CPU.
 
-Both compute loss and gradients as mindlora's train step does, of hidden states and labels, a fifth of which do not
-count: "whole" by MindFormers' CrossEntropyLoss with mindlora's operators for a CPU, "pieces" by LabelLosses, or by
-AdaptedLabelLosses where the head has LoRA of rank 16. In one process they take turns as in the benchmark ops, with its
-tables; for the peak each has a process of its own.
+Both sides compute loss and gradients as mindlora's train step does, from hidden states and labels, a fifth of which do
+not count: "whole" with MindFormers' CrossEntropyLoss and mindlora's CPU operators, "pieces" with LabelLosses, or
+AdaptedLabelLosses if the head has LoRA of rank 16. For the times, they take turns in one process, as in the benchmark
+ops, with its tables; for the peak, each has its own process.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def in_a_process(args: argparse.Namespace, what: str, vocabulary: int, head: str) -> List[Dict[str, Any]]:
-    """Returns the lines of JSON that a child of this benchmark prints."""
+    """Runs a child process of this benchmark, and returns the JSON lines that it prints."""
     options = ["--rounds", str(args.rounds), "--tokens", str(args.tokens), "--channels", str(args.channels)]
     command = child_command("loss", *options, "--child", what, str(vocabulary), head)
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -64,7 +64,7 @@ def in_a_process(args: argparse.Namespace, what: str, vocabulary: int, head: str
 
 
 def child(args: argparse.Namespace, words: List[str]) -> None:
-    """Prints a line of JSON: a table of both sides' times, or the peak of one of them."""
+    """Prints a line of JSON: a table of both sides' times, or one side's peak."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     what, vocabulary, head = words[0], int(words[1]), words[2]
     batch = labels_and_mask(args.tokens, vocabulary)
@@ -85,7 +85,7 @@ def child(args: argparse.Namespace, words: List[str]) -> None:
 
 
 class Head(nn.Cell):
-    """(sum of the losses, number of tokens) of hidden states, a parameter, by one of SIDES."""
+    """(sum of the losses, number of tokens) from hidden states, a parameter, by one of SIDES."""
 
     def __init__(self, side: str, args: argparse.Namespace, vocabulary: int, head: str):
         super().__init__()
@@ -148,9 +148,9 @@ def labels_and_mask(tokens: int, vocabulary: int) -> List[Tensor]:
 
 
 def peak_of(step: Step, batch: List[Tensor]) -> int:
-    """Returns by how many bytes the memory of this process is higher in two steps than when they are compiled."""
+    """Returns how many bytes this process's peak in two steps exceeds its memory after compilation."""
     step.compile(*batch)
-    # Linux then counts the peak from what is resident now.
+    # Resets the peak to the memory that is now resident.
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")
     before = peak()

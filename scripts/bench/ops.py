@@ -1,13 +1,13 @@
-"""Operators of mindlora.ops and LoRADense in graph mode, against the frozen layer alone.
+"""Operators of mindlora.ops and LoRADense in graph mode, against only the frozen layer.
 
 Float32 on a CPU, float16 on an NPU.
 
 The sides of a table take turns in one process, in every order, on the same data. Each figure is the median over the
-rounds; each ratio is the median of the ratios within a round, since what else runs on the machine disturbs both sides
-of a round alike. Beside the time on the clock is the time that the process computed, which is disturbed less. Every
-table measures its base twice: no ratio can be trusted further than the ratio of these two is from 1.
+rounds; each ratio is the median of the ratios within a round, since other load disturbs both sides of a round alike.
+The tables have wall-clock time and CPU time, which is disturbed less. Every table measures its base twice: no ratio is
+more accurate than the difference of these two's ratio from 1.
     python scripts/bench.py ops --device Ascend --json figures.json
-On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 measures what one with AVX2 alone would: it holds for both sides.
+On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 restricts both sides to AVX2.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def forward(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
                 CELL: Layers(adapted_cell, width, layers),
             }
             if tokens <= 64:
-                # The same GEMV with almost no delta, to tell the gain of fusion from that of a faster product.
+                # The same GEMV with almost no delta, to separate the gain of fusion from the gain of a faster product.
                 sides["GEMV, rank 1"] = Layers(functools.partial(Fused, 1), width, layers)
                 sides[f"lora_linear ({kernels()})"] = Layers(functools.partial(Fused, RANK), width, layers)
             x = normal(tokens, width)
@@ -102,7 +102,7 @@ def training(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
 
 
 def several_adapters(quick: bool, rounds: int) -> Dict[str, Any]:
-    """Returns the table of training several adapters side by side, each on as many rows as the others."""
+    """Returns the table of training several adapters side by side, all on the same number of rows."""
     adapters, width, tokens = (2, 256, 64) if quick else (8, 1024, 1024)
     indices = np.repeat(np.arange(adapters, dtype=np.int32), tokens // adapters)
     sides = {
@@ -122,13 +122,13 @@ def several_adapters(quick: bool, rounds: int) -> Dict[str, Any]:
 
 
 def many(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of many adapters: one or many in a batch, few or many registered, and switching."""
+    """Yields the tables of many adapters: one or many in a batch, few or many registered, and switches."""
     for table in (one_or_many, few_or_many_registered, switching):
         yield table(quick, rounds)
 
 
 def one_or_many(quick: bool, rounds: int) -> Dict[str, Any]:
-    """Returns the table of a batch with one adapter and of a batch with many."""
+    """Returns the table of batches with one adapter and with many."""
     width, tokens = (256, 32) if quick else (4096, 32)
     ranks = np.linspace(4, 64, tokens).round().astype(np.int32)
     pool = Pool(tokens, 64, width)
@@ -159,7 +159,7 @@ def few_or_many_registered(quick: bool, rounds: int) -> Dict[str, Any]:
     width = 128 if quick else 1024
     sides = {}
     rng = np.random.default_rng(0)
-    # On an NPU the kernel finds an adapter's rows with a table on the chip, which has no room for 10,000.
+    # On an NPU, the kernel finds an adapter's rows with an on-chip table, which has no room for 10,000.
     most = 10000 if kernels() == "cpu" else 8000
     for name, slots in ((BASE, 10), (AGAIN, 10), ("1,000 registered", 1000), (f"{most:,} registered", most)):
         indices = np.resize(rng.permutation(slots)[:10], 32).astype(np.int32)
@@ -174,7 +174,7 @@ def few_or_many_registered(quick: bool, rounds: int) -> Dict[str, Any]:
 
 
 def switching(quick: bool, rounds: int) -> Dict[str, Any]:
-    """Returns the table of making another adapter the active one."""
+    """Returns the table of activating another adapter."""
     width = 256 if quick else 4096
     pool = Pool(4, 64, width)
     write = MultiLoraSlotWrite()
@@ -199,7 +199,7 @@ def switching(quick: bool, rounds: int) -> Dict[str, Any]:
 
 
 def normal(*shape: int) -> Tensor:
-    """Returns normal values of size 1 / sqrt(last axis), so that layers preserve the size of their inputs."""
+    """Returns normal values of scale 1 / sqrt(last axis), so that layers preserve the scale of their inputs."""
     return Tensor(np.random.default_rng(0).standard_normal(shape, np.float32) / shape[-1] ** 0.5, dtype())
 
 
@@ -209,13 +209,13 @@ def kernels() -> str:
 
 
 def dtype() -> Any:
-    """Returns the dtype in which this device is measured."""
+    """Returns the dtype of the measurements on this device."""
     return DEVICES[ms.get_context("device_target")][1]
 
 
 @functools.lru_cache(maxsize=None)
 def frozen(width: int, index: int) -> Parameter:
-    """Returns a weight that all sides share: its place in memory can change a MatMul's time by some percent."""
+    """Returns a weight shared by all sides: its memory location can change a MatMul's time by a few percent."""
     return Parameter(normal(width, width), name=f"weight{index}", requires_grad=False)
 
 
@@ -271,7 +271,7 @@ class Fused(Lora):
 
 
 def adapted_cell(width: int, index: int) -> LoRADense:
-    """Returns what users get: a linear cell with LoRA, on the path that it chooses by itself."""
+    """Returns a linear cell with LoRA as users get it, on the path that it chooses itself."""
     dense = nn.Dense(width, width, has_bias=False, dtype=dtype())
     dense.weight = frozen(width, index)
     return LoRADense.from_dense(dense, LoraConfig(lora_rank=RANK, lora_alpha=RANK / 2, lora_b_init="normal"))
@@ -291,7 +291,7 @@ def stacked_cell(adapters: int, width: int, index: int) -> StackedLoRADense:
 
 
 class Layers(nn.Cell):
-    """Consecutive layers, each with a weight of its own, so that as in a decode step no weight is in the cache."""
+    """Consecutive layers, each with its own weight, so that, as in a decode step, no weight is in the cache."""
 
     def __init__(self, kind, width, count):
         super().__init__()
@@ -315,7 +315,7 @@ class Loss(nn.Cell):
 
 
 class Step(nn.Cell):
-    """The gradients of x, A and B. That of x is what earlier layers would need."""
+    """The gradients of x, A and B; earlier layers would need the gradient of x."""
 
     def __init__(self, network):
         super().__init__()
@@ -330,7 +330,7 @@ class Step(nn.Cell):
 
 
 class Pool(nn.Cell):
-    """A pool of adapters for square layers, all of the full rank unless `ranks` is changed."""
+    """A pool of adapters for square layers, all of full rank unless `ranks` is changed."""
 
     def __init__(self, slots, max_rank, width):
         super().__init__()
@@ -354,7 +354,7 @@ class Served(nn.Cell):
 
 
 def on_path(kind: Callable[[], nn.Cell], path: str) -> nn.Cell:
-    """Returns a cell on a given path, whichever it would choose by itself."""
+    """Returns a cell on a given path, whichever path it would choose itself."""
     before = os.environ.get("MINDLORA_BACKEND")
     os.environ["MINDLORA_BACKEND"] = path
     try:

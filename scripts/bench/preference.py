@@ -1,9 +1,9 @@
 """A step of preference training (DPO) against a step of fine-tuning on the same tokens: time and memory.
 
-Both train the same Llama with a new LoRA, in float32 and graph mode on a CPU, by mindlora's train step. The reference
-is one more forward without gradient, so the bound of the time is fine-tuning and that forward, which is measured too;
-with a reference that is kept with the data, it is fine-tuning alone. In one process the sides take turns step by step.
-Memory is the largest resident memory of a process that does nothing but one side's steps, started anew each round.
+Both train the same Llama with a new LoRA, in float32 and graph mode on a CPU, with mindlora's train step. The reference
+is one more forward without gradient, so the bound of the time is fine-tuning plus that forward, which is measured too;
+with a reference stored in the data, it is only fine-tuning. The sides take turns step by step in one process. Memory is
+the peak resident memory of a process that runs only one side's steps, started anew each round.
     python scripts/bench.py preference --json figures.json
 """
 
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def size_of(args: argparse.Namespace) -> Dict[str, int]:
-    """Returns the sizes of the model; a batch is two rows, which are one pair."""
+    """Returns the sizes of the model; a batch is two rows, one pair."""
     return {**(train.QUICK_SIZE if args.quick else train.FULL_SIZE), "batch_size": 2}
 
 
 @contextlib.contextmanager
 def quiet_folder():
-    """Works in a folder of its own, where MindFormers may log and write."""
+    """Works in a temporary folder, where MindFormers may log and write."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         with open("log.txt", "w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
@@ -93,7 +93,7 @@ def sides(size: Dict[str, int], names: List[str]) -> Dict[str, Callable[[], Any]
 
 
 def measure_time(size: Dict[str, int], rounds: int) -> Dict[str, Any]:
-    """Returns the times of the sides, and their ratios to the bounds."""
+    """Returns the sides' times, and their ratios to the bounds."""
     steps = sides(size, [SFT, FORWARD, DPO, KEPT])
 
     def bound():
@@ -111,7 +111,7 @@ def measure_time(size: Dict[str, int], rounds: int) -> Dict[str, Any]:
 
 
 def measure_memory(args: argparse.Namespace) -> Dict[str, Any]:
-    """Returns the largest resident memory of each side in MiB, the median of its processes, and its ratio to SFT's."""
+    """Returns each side's peak resident memory in MiB, the median of its processes, and its ratio to SFT's."""
     words = ["--steps", str(args.steps), *(["--quick"] if args.quick else [])]
 
     def process(side):
@@ -127,7 +127,7 @@ def measure_memory(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def child(args: argparse.Namespace, words: List[str]) -> None:
-    """Does the steps of the side that ``words`` name, and prints the largest resident memory of this process."""
+    """Runs the steps of the side that ``words`` names, and prints this process's peak resident memory."""
     (side,) = words
     with quiet_folder():
         (step,) = sides(size_of(args), [side]).values()

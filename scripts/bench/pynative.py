@@ -1,11 +1,11 @@
-"""A step under MindFormers' PyNative Trainer with mindlora's LoRA, against MindFormers' own LoRA.
+"""A step under MindFormers' PyNative Trainer with mindlora's LoRA against MindFormers' own LoRA.
 
-Each side is a run of MindFormers' Trainer on a Qwen3, in a process of its own, with the same data, weights, A and B, in
-float32 on a CPU, with the stand-ins of tests/support/pynative_cpu.py for the kernels that a CPU lacks. The runs take
-turns step by step: while one trains, the others wait. A step is all that the Trainer does for it: data, forward,
-backward, optimizer and callbacks. MindFormers' LoRA takes part twice: no ratio can be trusted further than the ratio of
-these two is from 1. All runs are started several times, as a process keeps the speed that its memory happens to give
-it. It needs MindFormers 2.0 or 2.1.
+Each side is a run of MindFormers' Trainer on a Qwen3, in its own process, with the same data, weights, A and B, in
+float32 on a CPU, with the stand-ins of tests/support/pynative_cpu.py for kernels that a CPU lacks. The runs take turns
+step by step: while one trains, the others wait. A step is everything that the Trainer does for it: data, forward,
+backward, optimizer and callbacks. MindFormers' LoRA takes part twice: no ratio is more accurate than the difference of
+these two's ratio from 1. All runs are started several times, since a process's speed depends on its memory layout. It
+needs MindFormers 2.0 or 2.1.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def steps_of_runs(args: argparse.Namespace, size: Dict[str, int]) -> Dict[str, List[Tuple[float, ...]]]:
-    """Starts a run of each side; returns what each of its steps took, and its loss, by side."""
+    """Starts a run of each side; returns the times of its steps, and its losses, by side."""
     sides: Dict[str, Side] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_rows(os.path.join(folder, "rows.mindrecord"), size)
@@ -73,7 +73,7 @@ def steps_of_runs(args: argparse.Namespace, size: Dict[str, int]) -> Dict[str, L
 
 
 def write_rows(path: str, size: Dict[str, int]) -> None:
-    """Writes rows of tokens that count up by threes, with labels that are shifted."""
+    """Writes rows of tokens that count up by threes, with shifted labels."""
     import numpy as np
 
     from mindlora.data.mindrecord import write_mindrecord
@@ -85,7 +85,7 @@ def write_rows(path: str, size: Dict[str, int]) -> None:
 
 
 class Side:
-    """A run of MindFormers' Trainer in a process of its own, which waits before each step."""
+    """A run of MindFormers' Trainer in a separate process, which waits before each step."""
 
     def __init__(self, side: str, folder: str, args: argparse.Namespace):
         flags = [f"--steps={args.steps}", *(["--quick"] if args.quick else [])]
@@ -103,7 +103,7 @@ class Side:
         self._answer()
 
     def step(self) -> Tuple[float, float, float]:
-        """Lets the run do one step; returns the seconds on the clock, those computed, and the loss."""
+        """Makes the run do one step; returns the wall-clock seconds, the CPU seconds and the loss."""
         self.process.stdin.write("step\n")
         self.process.stdin.flush()
         return tuple(self._answer())
@@ -122,7 +122,7 @@ class Side:
 
 
 def child(args: argparse.Namespace, words: List[str]) -> None:
-    """Trains as the side that the words name, on the file that they name; the parent says when a step begins."""
+    """Trains the side and file that ``words`` names; the parent says when each step begins."""
     side, data = words
     # MindFormers logs to stdout.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -140,33 +140,33 @@ def child(args: argparse.Namespace, words: List[str]) -> None:
 
 
 def register_pace(answers: Any) -> None:
-    """Makes the callback Pace known to MindFormers: it waits before each step, and then says what the last one took."""
+    """Registers the callback Pace in MindFormers: it waits before each step, and reports the last step's time."""
     import numpy as np
     from mindformers.pynative.callback import TrainerCallback
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class Pace(TrainerCallback):
-        """Waits for the parent."""
+        """A callback that waits for the parent before each step."""
 
         def __init__(self) -> None:
             self.loss = 0.0
             self.start = time.perf_counter(), time.process_time()
 
         def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-            """Answers, and waits."""
+            """Reports the last step, and waits."""
             seconds = [time.perf_counter() - self.start[0], time.process_time() - self.start[1]]
             print(json.dumps([*seconds, self.loss]), file=answers, flush=True)
             sys.stdin.readline()
             self.start = time.perf_counter(), time.process_time()
 
         def on_step_end(self, args: Any, state: Any, loss: Any = None, **kwargs: Any) -> None:
-            """Takes the loss, which waits for the step."""
+            """Reads the loss, which waits for the step."""
             self.loss = float(np.ravel(loss.asnumpy() if hasattr(loss, "asnumpy") else loss)[0])
 
 
 def configuration(data: str, args: argparse.Namespace) -> Dict[str, Any]:
-    """Returns the content of the YAML of all sides."""
+    """Returns the content of all sides' YAML."""
     from tests.support.pynative_runs import QWEN3, tiny_config
 
     size = QUICK_SIZE if args.quick else FULL_SIZE
@@ -194,7 +194,7 @@ def configuration(data: str, args: argparse.Namespace) -> Dict[str, Any]:
         data,
         steps,
         lora_config=lora,
-        # The LoRA is compared: the benchmark loss has the other.
+        # This benchmark compares the LoRA; the benchmark loss compares the other part.
         pet_config={"loss_in_pieces": False},
         training={"steps": steps, "local_batch_size": 1, "global_batch_size": 1, "seed": 1},
         lr_scheduler={"type": "ConstantWarmUpLR", "learning_rate": 1e-4, "warmup_steps": 0},

@@ -1,11 +1,11 @@
-"""A frozen layer in few bits against the same layer in float32, on a CPU: time and resident memory.
+"""A frozen layer in few bits against the same layer in float32 on a CPU: time and resident memory.
 
-In few bits are 4-bit NormalFloat, integers of 4 bits in groups of 128 columns, and integers of 8 bits by rows; bfloat16
-stands beside them.
+The formats are 4-bit NormalFloat, 4-bit integers in groups of 128 columns, and 8-bit integers by rows; bfloat16 is
+measured too.
 
-Each number of threads and each side of the memory gets a process of its own on as many cores, since OMP_NUM_THREADS
-takes effect only before the libraries load. In it the sides take turns as in the benchmark ops, with its tables: a
-ratio is the median of the ratios within a round, and measuring the base twice shows how far a ratio can be trusted.
+Each number of threads, and each side of the memory measurement, gets its own process on that many cores, since
+OMP_NUM_THREADS takes effect only before the libraries load. The sides take turns as in the benchmark ops, with its
+tables: a ratio is the median of the ratios within a round, and measuring the base twice shows how accurate a ratio is.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from mindlora.ops import Nf4Linear, backend, quantize
 from mindlora.ops.frozen_linear import FrozenLinear
 from mindlora.ops.integer_linear import IntegerLinear
 
-# The instruction sets of mindlora_set_isa.
+# The instruction sets, by mindlora_set_isa's numbers.
 ISAS = {"AVX2": 1, "AVX-512": 2} if platform.machine() == "x86_64" else {"of the compiler": 0}
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def in_a_process(what: str, args: argparse.Namespace, threads: int) -> List[Dict[str, Any]]:
-    """Measures with one number of threads, or one side's memory; prints the tables and returns the figures."""
+    """Measures one number of threads, or one side's memory; prints the tables and returns the figures."""
     options = ["--rounds", str(args.rounds)]
     if args.quick:
         options.append("--quick")
@@ -69,7 +69,7 @@ def in_a_process(what: str, args: argparse.Namespace, threads: int) -> List[Dict
     command = child_command("qlora", *options, "--child", what)
     figures = []
     cores = sorted(os.sched_getaffinity(0))[:threads]
-    # With OMP_NUM_THREADS alone MindSpore's MatMul still has a second thread.
+    # With only OMP_NUM_THREADS, MindSpore's MatMul still has a second thread.
     with subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -87,7 +87,7 @@ def in_a_process(what: str, args: argparse.Namespace, threads: int) -> List[Dict
 
 
 def child(args: argparse.Namespace, words: List[str]) -> None:
-    """Prints a line of JSON for each table, or one for the memory of the side that ``words`` names."""
+    """Prints a line of JSON for each table, or for the memory of the side that ``words`` names."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     (what,) = words
     if what != "tables":
@@ -101,7 +101,7 @@ def child(args: argparse.Namespace, words: List[str]) -> None:
 
 def decode(quick: bool, rounds: int) -> Iterator[Dict[str, Any]]:
     """Yields a table for each width and number of tokens of a decode step."""
-    # So many layers that the packed weights do not remain in a cache of 32 MB between passes.
+    # Enough layers that the packed weights do not stay in a 32 MB cache between passes.
     for width, layers in ((256, 4),) if quick else ((2048, 24), (4096, 6)):
         for tokens in (1, 4, 8):
             sides = {BASE: Layers(Base, width, layers), AGAIN: Layers(Base, width, layers)}
@@ -146,10 +146,10 @@ PARTS = {"decode": decode, "training": training}
 
 
 def memory_of(side: str, quick: bool) -> Dict[str, Any]:
-    """Returns by how much the resident memory of this process grows by layers that have run once."""
+    """Returns the growth of this process's resident memory from layers that have run once."""
     width, layers = (256, 4) if quick else (4096, 12)
     x = normal(1, width)
-    # Any first network costs memory. This one is small: memory that it frees would be reused for the weights.
+    # Any first network costs memory. This one is small, because memory that it frees is reused for the weights.
     wait(Layers(Base, 64, 1)(normal(1, 64)))
     before = resident()
     network = Layers(MEMORY[side], width, layers)
@@ -158,7 +158,7 @@ def memory_of(side: str, quick: bool) -> Dict[str, Any]:
 
 
 def resident() -> int:
-    """Returns the resident memory of this process in bytes, without what was freed."""
+    """Returns this process's resident memory in bytes, without freed memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -199,7 +199,7 @@ class RandomNf4(Nf4):
 
 
 class RandomDense(Base):
-    """Base with a weight of its own, which no cache holds."""
+    """Base with its own weight, which no cache holds."""
 
     def __init__(self, width, index):
         super().__init__(width, index)
@@ -207,7 +207,7 @@ class RandomDense(Base):
 
 
 class Integers(nn.Cell):
-    """y = x W^T, frozen, for a W near that of Base, in integers."""
+    """y = x W^T, frozen, for a W near Base's, in integers."""
 
     def __init__(self, width, index, bits, random=False):
         super().__init__()
@@ -228,7 +228,7 @@ class Integers(nn.Cell):
 
 
 class Bfloat16(nn.Cell):
-    """y = x W^T, frozen, for W of Base in bfloat16, by frozen_linear."""
+    """y = x W^T, frozen, for Base's W in bfloat16, by frozen_linear."""
 
     def __init__(self, width, index):
         super().__init__()
@@ -255,7 +255,7 @@ MEMORY = {
 
 @functools.lru_cache(maxsize=None)
 def integers(width: int, index: int, bits: int, groups: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes of codes and the scales of frozen(width, index) rounded to integers."""
+    """Returns the code bytes and the scales of frozen(width, index) rounded to integers."""
     weight = frozen(width, index).asnumpy().reshape(width, groups, -1)
     scales = (np.abs(weight).max(axis=2) / (2 ** (bits - 1) - 1)).astype(np.float16)
     codes = np.rint(weight / scales[:, :, None].astype(np.float32)).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)

@@ -1,10 +1,10 @@
-"""A step of learning from rewards against TRL's GRPOTrainer: time, of it sampling, and memory.
+"""A step of learning from rewards against TRL's GRPOTrainer: time, the share of sampling, and memory.
 
 Both train LoRA of rank 16 on all linear cells of the same random Llama on a CPU in float32: 64 answers of 32 tokens to
 8 prompts, rated by a function that takes no time, and one gradient step. mindlora rl runs as a user calls it; TRL
-samples by transformers' generate, with the Python that MINDLORA_PEERS_PYTHON names. Each side is a process of its own,
-in turns; the first step of each, which compiles, does not count. "Peak" is the greatest resident memory of the process.
-"TRL + a copy" holds the base twice, as where another engine samples for TRL (vLLM, which holds a base of its own).
+samples with transformers' generate, with the Python that MINDLORA_PEERS_PYTHON names. Each side runs in its own
+process, in turns; the first step, which compiles, does not count. "Peak" is the process's peak resident memory. "TRL +
+a copy" holds the base twice, as when another engine (vLLM, with its own base) samples for TRL.
     python scripts/bench.py rl --json figures.json
 """
 
@@ -23,11 +23,11 @@ from bench.common import add_number
 from bench.scale import GIB, PYTHON, RANK, Size, finished, write_weights
 
 PROMPTS, ANSWERS, NEW = 8, 8, 32
-# TRL has batches of 16 rows, which are as long as the longest of them, prompt and answer.
+# TRL has batches of 16 rows, each as long as the longest prompt plus answer in the batch.
 ROW_TOKENS = 16 * 40
 SIZES = {"60M": Size(512, 12, 8, 4, 1376, 16000, 64), "0.5B": Size(1280, 24, 20, 20, 3456, 32000, 64)}
 QUICK_SIZES = {"quick": Size(64, 2, 4, 2, 96, 512, 64)}
-# Time of TRL's, and peak of TRL's with a second copy.
+# Shares of TRL's time, and of TRL's peak with a second copy.
 GOALS = {"time": 0.5, "peak": 0.6}
 SIDES = ("mindlora", "TRL", "TRL + a copy")
 REWARDS = "def words(prompts, completions, **columns):\n    return [float(len(text.split())) for text in completions]\n"
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def medians(measured: List[Dict[str, float]]) -> Dict[str, float]:
-    """Returns the median of each figure over the processes of a side."""
+    """Returns the median of each figure over a side's processes."""
     return {name: statistics.median(each[name] for each in measured) for name in measured[0]}
 
 
 def prepare(folder: str, size: Size) -> None:
-    """Writes base, prompts and the reward function."""
+    """Writes the base, the prompts and the reward function."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from bench.serving_model import tokenizer
 
@@ -99,7 +99,7 @@ def prepare(folder: str, size: Size) -> None:
 
 
 def write_yaml(folder: str, steps: int, length: int) -> str:
-    """Writes the YAML of mindlora rl with rows of ``length`` tokens, and returns its path."""
+    """Writes mindlora rl's YAML with rows of ``length`` tokens, and returns its path."""
     path = os.path.join(folder, "run.yaml")
     writing = [
         "configs",
@@ -124,13 +124,13 @@ def write_yaml(folder: str, steps: int, length: int) -> str:
 
 
 def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
-    """Returns seconds and bytes of mindlora rl with rows of ``length`` tokens."""
+    """Returns the seconds and bytes of mindlora rl with rows of ``length`` tokens."""
     path = write_yaml(folder, steps, length)
     output = tempfile.mkdtemp(dir=folder)
     done = finished([sys.executable, "-m", "mindlora.cli", "rl", path, "--output_dir", output], folder)
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
         records = [record for record in map(json.loads, file) if "loss" in record][1:]
-    # TRL's answers do not end before; of these, hardly one does.
+    # TRL's answers do not end early; hardly any of mindlora's does.
     tokens = min(record["tokens"] for record in records) / (PROMPTS * ANSWERS * NEW)
     if tokens < 0.9:
         raise SystemExit(f"mindlora's answers had {tokens:.0%} of the tokens of TRL's.")
@@ -142,7 +142,7 @@ def measure_mindlora(folder: str, steps: int, length: int) -> Dict[str, float]:
 
 
 def measure_trl(folder: str, steps: int, copies: int = 1) -> Dict[str, float]:
-    """Returns seconds and bytes of TRL's run, which holds the base ``copies`` times."""
+    """Returns the seconds and bytes of TRL's run, which holds the base ``copies`` times."""
     times = os.path.join(folder, "times.json")
     script = os.path.join(ROOT, "scripts", "bench", "rl_trl.py")
     arguments = ["base", "prompts.jsonl", times, *map(str, (RANK, steps, copies))]

@@ -1,9 +1,9 @@
-"""Several adapters that learn from rewards in one run on a CPU, against as many runs: time, and memory.
+"""Several adapters that learn from rewards in one run on a CPU, against as many runs: time and memory.
 
-K adapters of different learning rates learn as those of bench.py rl do, of the same random Llama. Both sides are
-mindlora rl as a user calls it, in processes of their own; the runs alone come one after another. "Step" is the median
-of a step of the optimizer, for all adapters; of the runs alone, the sum of theirs. The memory of K runs is the sum of
-their peaks: what they would need at the same time.
+K adapters with different learning rates learn as in bench.py rl, on the same random Llama. Both sides are mindlora rl
+as a user calls it, in separate processes; the single runs come one after another. "Step" is the median time of an
+optimizer step for all adapters; for single runs, the sum of their medians. The memory of K runs is the sum of their
+peaks, which they would need to run at the same time.
     python scripts/bench.py rl_several --json figures.json
 """
 
@@ -63,13 +63,13 @@ def rate(number: int) -> float:
 
 
 def line(name: str, figures: Dict[str, float]) -> str:
-    """Returns the figures of one side as a line of the table."""
+    """Formats one side's figures as a line of the table."""
     text = f"{name:<16}{figures['wall']:>9.1f}{figures['step']:>9.2f}{figures['sampling']:>12.2f}"
     return f"{text}{figures['peak'] / GIB:>10.2f}"
 
 
 def measure(folder: str, path: str, rates: List[float]) -> Dict[str, float]:
-    """Returns seconds and bytes of a run with an adapter for each rate; of one without ``adapters`` for one rate."""
+    """Returns the seconds and bytes of a run with an adapter for each rate; without ``adapters`` for a single rate."""
     with open(path, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     config["lr_schedule"]["learning_rate"] = rates[0]
@@ -91,6 +91,6 @@ def measure(folder: str, path: str, rates: List[float]) -> Dict[str, float]:
 
 
 def records_of(output: str) -> List[Dict[str, Any]]:
-    """Returns what a run recorded of its steps, but for the first, which compiles."""
+    """Returns a run's records of its steps, except the first, which compiles."""
     with open(os.path.join(output, "metrics.jsonl"), encoding="utf-8") as file:
         return [record for record in map(json.loads, file) if "loss" in record][1:]

@@ -2,7 +2,7 @@
 
 python rl_trl.py BASE PROMPTS TIMES RANK STEPS COPIES     writes the seconds of each step, and of its sampling, to TIMES
 
-With COPIES 2, a second copy of the base is held besides, which nothing uses.
+With COPIES 2, a second, unused copy of the base is held too.
 """
 
 import copy
@@ -20,16 +20,16 @@ ANSWERS, NEW, ROWS = 8, 32, 16
 
 
 def words(prompts, completions, **columns):
-    """Rates an answer by its words."""
+    """Rates an answer by its number of words."""
     return [float(len(text.split())) for text in completions]
 
 
 def main() -> None:
-    """Trains, and writes how long it took."""
+    """Trains, and writes the times."""
     base, prompts, times, rank, steps, copies = sys.argv[1:]
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="sdpa")
     others = [copy.deepcopy(model) for _ in range(int(copies) - 1)]
-    # Each answer has as many tokens.
+    # All answers have this many tokens.
     model.generation_config.eos_token_id = None
     model.generation_config.min_new_tokens = NEW
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
@@ -56,7 +56,7 @@ def main() -> None:
     seconds = {"step": [], "sampling": []}
 
     class Timed(trl.GRPOTrainer):
-        """Notes how long answers take."""
+        """A trainer that records how long answers take."""
 
         def _generate(self, *arguments, **keys):
             began = time.perf_counter()
@@ -65,14 +65,14 @@ def main() -> None:
             return answers
 
     class Clock(transformers.TrainerCallback):
-        """Notes how long steps take."""
+        """A callback that records how long steps take."""
 
         def on_step_begin(self, args, state, control, **keys):
             """Starts the clock."""
             self.began = time.perf_counter()
 
         def on_step_end(self, args, state, control, **keys):
-            """Stops it."""
+            """Stops the clock."""
             seconds["step"].append(time.perf_counter() - self.began)
 
     trainer = Timed(

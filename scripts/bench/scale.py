@@ -1,12 +1,12 @@
-"""Training at real size on a CPU: memory, and time to the first step, against the plan and PEFT; generate.
+"""Training at real size on a CPU: memory and time to the first step, against the plan and PEFT; generate.
 
-Each side trains LoRA of rank 16 on all linear cells in a process of its own, from a folder of random bfloat16 weights
-that is made for it and deleted: mindlora-run as a user calls it, with the base in float32, in bfloat16, and in bfloat16
-with products in bfloat16; MindFormers' own LoRA by MindFormers' Trainer, from the same weights under its names; and
-PEFT, in float32 and in bfloat16, with the Python that MINDLORA_PEERS_PYTHON names. "Load" is from the command to the
-loaded base, "compile" what the first step takes longer than a later one, "peak" the greatest resident memory of the
-process. PEFT has no 4-bit weights on a CPU, MindFormers none at all. Then mindlora generate and transformers answer
-with one token each, from the same folder, in its bfloat16.
+Each side trains LoRA of rank 16 on all linear cells in its own process, from a temporary folder of random bfloat16
+weights: mindlora-run as a user calls it, with the base in float32, in bfloat16, and in bfloat16 with products in
+bfloat16; MindFormers' own LoRA with MindFormers' Trainer, from the same weights under its names; and PEFT, in float32
+and in bfloat16, with the Python that MINDLORA_PEERS_PYTHON names. "Load" is the time from the command to the loaded
+base, "compile" the extra time of the first step over a later one, "peak" the process's peak resident memory. PEFT has
+no 4-bit weights on a CPU, MindFormers none at all. Then mindlora generate and transformers answer with one token each,
+from the same folder in bfloat16.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PYTHON = "MINDLORA_PEERS_PYTHON"
 TINY_YAML = os.path.join(ROOT, "configs", "tiny", "lora_llama_tiny_cpu.yaml")
 GIB = 2**30
 RANK = 16
-# The goals: the plan's sum times this, and so many GiB for the frameworks.
+# The goals: the plan's sum times this factor, plus this many GiB for the frameworks.
 OVER_PLAN, FRAMEWORK = 1.15, 0.7
 
 
@@ -50,7 +50,7 @@ SIZES = {
     "1.1B": Size(2048, 22, 32, 4, 5632, 32000, 256),
     "7B NF4": Size(4096, 32, 32, 32, 11008, 32000, 128, quantized=True),
 }
-# Who trains, in this order; of a quantized base the first alone.
+# The sides that train, in this order; a quantized base is trained only by the first.
 SIDES = ("mindlora", "mindlora bf16", "mindlora bf16 products", "MindFormers", "PEFT", "PEFT bf16")
 QUICK_SIZES = {
     "quick": Size(1024, 2, 16, 4, 2816, 16000, 256),
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def line(name: str, figures: Dict[str, float]) -> str:
-    """Returns the figures of one run as a line of the table."""
+    """Formats one run's figures as a line of the table."""
     text = f"{name:<28}{figures['load']:>8.1f}{figures['compile']:>11.1f}{figures['step']:>9.2f}"
     text += f"{figures['first']:>11.1f}{figures['peak'] / GIB:>10.2f}"
     if "plan" not in figures:
@@ -93,14 +93,14 @@ def line(name: str, figures: Dict[str, float]) -> str:
 
 
 def limit(plan: float) -> float:
-    """Returns the bytes that a run on a CPU may take at its peak."""
+    """Returns the goal for a CPU run's peak, in bytes."""
     return OVER_PLAN * plan + FRAMEWORK * GIB
 
 
 def sides(
     size: Size, folder: str, steps: int, only: Optional[Sequence[str]]
 ) -> Iterator[Tuple[str, Callable[[], Dict[str, float]]]]:
-    """Yields each side that trains a size, and what measures it in a folder with weights and rows."""
+    """Yields each side that trains a size, and the function that measures it in a folder with weights and rows."""
     measures: Dict[str, Callable[[], Dict[str, float]]] = {"mindlora": lambda: measure_mindlora(size, folder, {})}
     if not size.quantized:
         held = {"param_init_type": "bfloat16"}
@@ -118,7 +118,7 @@ def sides(
 def measure_mindlora(
     size: Size, folder: str, keys: Dict[str, str], product_dtype: Optional[str] = None
 ) -> Dict[str, float]:
-    """Returns seconds and bytes of a run of mindlora-run with further ``keys`` of model_config."""
+    """Returns the seconds and bytes of mindlora-run with further ``keys`` of model_config."""
     from mindlora.files.base.quantize import quantize_checkpoint
     from mindlora.run.plan.report import make_plan
 
@@ -144,7 +144,7 @@ def measure_mindlora(
 
 
 def measure_mindformers(size: Size, folder: str) -> Dict[str, float]:
-    """Returns seconds and bytes of MindFormers' own LoRA on the same weights and rows."""
+    """Returns the seconds and bytes of MindFormers' own LoRA on the same weights and rows."""
     from mindlora.files.base.convert import convert_base
 
     base = os.path.join(folder, "mindformers.safetensors")
@@ -171,7 +171,7 @@ def measure_mindformers(size: Size, folder: str) -> Dict[str, float]:
 
 
 def measure_peft(folder: str, steps: int, dtype: str) -> Dict[str, float]:
-    """Returns seconds and bytes of PEFT's run with the same weights and tokens."""
+    """Returns the seconds and bytes of PEFT's run with the same weights and tokens."""
     script = os.path.join(ROOT, "scripts", "bench", "scale_peft.py")
     times = os.path.join(folder, "times.json")
     words = [os.path.join(folder, "base"), os.path.join(folder, "rows.npy"), times, str(RANK), str(steps), dtype]
@@ -182,7 +182,7 @@ def measure_peft(folder: str, steps: int, dtype: str) -> Dict[str, float]:
 
 
 def measure_answers(name: str, size: Size, folder: str) -> Dict[str, Dict[str, float]]:
-    """Prints and returns seconds and bytes of mindlora generate and of transformers, for one token each."""
+    """Prints and returns the seconds and bytes of mindlora generate and of transformers, for one token each."""
     base = os.path.join(folder, "base")
     write_tokenizer(base, size)
     words = ["generate", "--model", base, "--prompt", "w3 w4", "--max-tokens", "1", "--seq-length", str(size.tokens)]
@@ -197,7 +197,7 @@ def measure_answers(name: str, size: Size, folder: str) -> Dict[str, Dict[str, f
 
 
 def answered(command: List[str], folder: str) -> Dict[str, float]:
-    """Returns seconds and bytes of a command that says when it begins to compile and when it has compiled."""
+    """Returns the seconds and bytes of a command that reports the start and end of its compilation."""
     done = finished(command, folder, ("compiling", "compiled"))
     loaded, compiled = done.moments
     first = done.ended - done.began
@@ -205,7 +205,7 @@ def answered(command: List[str], folder: str) -> Dict[str, float]:
 
 
 def timings(began: float, loaded: float, ends: List[float]) -> Dict[str, float]:
-    """Returns the seconds of a run that began, had its base loaded and ended its steps at these times."""
+    """Returns a run's durations, given when it began, had loaded its base and ended its steps."""
     step = statistics.median(later - earlier for earlier, later in zip(ends, ends[1:]))
     return {"load": loaded - began, "compile": ends[0] - loaded - step, "step": step, "first": ends[0] - began}
 
@@ -214,10 +214,10 @@ class Finished(NamedTuple):
     """A command that has ended.
 
     Attributes:
-        began, ended (float): When.
-        cpu (float): Seconds of the processor.
-        peak (int): The greatest resident memory in bytes.
-        moments (tuple of float): When it said each of some words.
+        began, ended (float): When the command began and ended.
+        cpu (float): CPU seconds.
+        peak (int): Peak resident memory in bytes.
+        moments (tuple of float): When the command printed each of ``words``.
     """
 
     began: float
@@ -228,12 +228,12 @@ class Finished(NamedTuple):
 
 
 def finished(command: List[str], folder: str, words: Sequence[str] = (), graphs: str = "") -> Finished:
-    """Runs a command; ``words`` are what it says on its way, ``graphs`` is its folder of graphs, if it has one."""
+    """Runs a command; ``words`` are words to wait for in its output, ``graphs`` is its folder of graphs, if any."""
     moments: Dict[str, float] = {}
     lines: List[str] = []
     began = time.time()
     environment = {**os.environ, "PYTHONPATH": ROOT, "MINDLORA_GRAPH_CACHE": graphs}
-    # pip compiles what it installs; of a checkout, the first process writes the bytecode.
+    # pip precompiles installed packages; in a checkout, the first process writes the bytecode.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, cwd=folder, text=True, env=environment, **streams)
@@ -251,7 +251,7 @@ def finished(command: List[str], folder: str, words: Sequence[str] = (), graphs:
 
 
 def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:
-    """Returns the YAML of a run: the tiny one, with another model."""
+    """Returns the YAML of a run: the tiny YAML with another model."""
     with open(TINY_YAML, encoding="utf-8") as file:
         config = yaml.safe_load(file)
     model = config["model"]["model_config"]
@@ -270,7 +270,7 @@ def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:
         model["pet_config"]["quantize_base"] = "nf4"
     config["runner_config"].update(epochs=1, batch_size=1)
     config["train_dataset"]["data_loader"].update(dataset_dir=rows, shuffle=False)
-    # The anchor of the YAML is a copy here.
+    # The YAML's anchor has become a copy here.
     config["train_dataset_task"]["dataset_config"] = config["train_dataset"]
     config["callbacks"] = [{"type": "MFLossMonitor"}]
     config.update(load_checkpoint=base, load_ckpt_format="safetensors")
@@ -278,7 +278,7 @@ def run_yaml(size: Size, base: str, rows: str) -> Dict[str, Any]:
 
 
 def write_rows(folder: str, size: Size, count: int) -> None:
-    """Writes random tokens, a row for each step, as rows.mindrecord and rows.npy."""
+    """Writes random tokens, one row per step, as rows.mindrecord and rows.npy."""
     from mindspore.mindrecord import FileWriter
 
     rows = np.random.default_rng(0).integers(1, size.vocabulary, (count, size.tokens + 1)).astype(np.int32)
@@ -307,14 +307,14 @@ def write_weights(folder: str, size: Size) -> None:
         file.write(header)
         for shape, offset in zip(shapes.values(), offsets):
             file.seek(offset)
-            # The same million numbers again and again: what they are makes no difference here.
+            # The same million numbers again and again: their values do not matter here.
             bits = np.full(shape, ones) if len(shape) == 1 else np.resize(drawn, shape)
             file.write(bits.tobytes())
 
 
 def write_tokenizer(folder: str, size: Size) -> None:
-    """Writes a tokenizer beside the weights: a word for each token."""
-    # Else transformers advises installing PyTorch, which nothing here needs.
+    """Writes a tokenizer with a word for each token beside the weights."""
+    # Otherwise, transformers advises installing PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from bench.serving_model import tokenizer
 

@@ -1,6 +1,6 @@
 """MindFormers' own LoRA, for scale.py: its Trainer trains, and no module of mindlora is imported.
 
-python scale_mindformers.py YAML TIMES     writes when the first step began, and each step ended, to TIMES
+python scale_mindformers.py YAML TIMES     writes when the first step began and each step ended to TIMES
 """
 
 import json
@@ -18,10 +18,10 @@ from mindspore import Callback, ops
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class CpuStep(MFTrainOneStepCell):
-    """MindFormers' train step, with operators that a CPU has where it looks for an overflow."""
+    """MindFormers' train step, with CPU operators for the overflow check."""
 
     def start_overflow_check(self, pre_cond, compute_input):
-        """Returns the inputs: nothing has to be cleared."""
+        """Returns the inputs; there is no status to clear."""
         return pre_cond, compute_input
 
     def get_overflow_status(self, status, compute_output):
@@ -34,7 +34,7 @@ class CpuStep(MFTrainOneStepCell):
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK, legacy=True)
 class StepTimes(Callback):
-    """Writes when the first step began and each step ended."""
+    """A callback that writes when the first step began and each step ended."""
 
     def __init__(self, path: str):
         super().__init__()
@@ -42,12 +42,12 @@ class StepTimes(Callback):
         self.times = []
 
     def on_train_step_begin(self, run_context):
-        """Notes the first beginning."""
+        """Records the beginning of the first step."""
         if not self.times:
             self.times.append(time.time())
 
     def on_train_step_end(self, run_context):
-        """Notes an end, once the loss is there."""
+        """Records the end of a step, once its loss is computed."""
         run_context.original_args().net_outputs[0].asnumpy()
         self.times.append(time.time())
         with open(self.path, "w", encoding="utf-8") as file:
@@ -55,7 +55,7 @@ class StepTimes(Callback):
 
 
 def main() -> None:
-    """Trains as the YAML says."""
+    """Trains according to the YAML."""
     path, times = sys.argv[1:]
     config = MindFormerConfig(path)
     config.runner_wrapper = MindFormerConfig(

@@ -1,6 +1,6 @@
 """PEFT on PyTorch, for scale.py: trains LoRA on all linear layers.
 
-python scale_peft.py BASE ROWS TIMES RANK STEPS DTYPE     writes when the base was loaded, and each step ended, to TIMES
+python scale_peft.py BASE ROWS TIMES RANK STEPS DTYPE     writes when the base was loaded and each step ended to TIMES
 """
 
 import json
@@ -14,7 +14,7 @@ import transformers
 
 
 def main() -> None:
-    """Trains on one row a step, with AdamW."""
+    """Trains on one row per step, with AdamW."""
     base, rows, times, rank, steps, dtype = sys.argv[1:]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=getattr(torch, dtype), attn_implementation="sdpa"
@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
     ends = [time.time()]
     for row in np.load(rows)[: int(steps)]:
-        # As mindlora's rows: each token but the last one predicts the next.
+        # As in mindlora's rows, each token except the last predicts the next.
         tokens = torch.tensor(row[None], dtype=torch.long)
         loss = model(tokens, labels=tokens).loss
         loss.backward()

@@ -1,6 +1,6 @@
 """transformers on PyTorch, for scale.py: answers with one token. Only scale_peft.py and this file import PyTorch.
 
-python scale_transformers.py BASE      says when the base was loaded, and when it could compute
+python scale_transformers.py BASE      prints when the base was loaded and when it was ready to compute
 """
 
 import sys
@@ -14,7 +14,7 @@ def main() -> None:
     (base,) = sys.argv[1:]
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    # PyTorch compiles nothing here: the two lines are for scale.py.
+    # PyTorch compiles nothing here; scale.py expects these two lines.
     print("compiling ...\ncompiled", flush=True)
     tokens = tokenizer("w3 w4", return_tensors="pt").input_ids
     with torch.no_grad():

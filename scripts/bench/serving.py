@@ -1,23 +1,23 @@
-"""Serving many adapters on one base: against the base alone, PEFT on PyTorch, and under load.
+"""Serving many adapters on one base: against only the base, against PEFT on PyTorch, and under load.
 
-    decode    one adapter and eight, ranks, popularity: against the base alone, in steps and through the whole engine
+    decode    one adapter and eight, ranks, popularity: against only the base, in steps and through the complete engine
     peft      transformers and PEFT with the Python that MINDLORA_PEERS_PYTHON names: decoding, reading a prompt
     vllm      vLLM on a CPU, with the Python that MINDLORA_VLLM_PYTHON names: answers in 16 bits, and ours in NF4
-    nf4       a base in NF4 against the same in float32, twice as wide
-    pools     slots in 16 bits and in 32, against the base alone
-    adapters  from disk to the first token, switching between two, 10,000 registered
-    load      requests that arrive at random, for 64 adapters over 16 slots
+    nf4       a base of twice the width in NF4 against float32
+    pools     slots in 16 and in 32 bits, against only the base
+    adapters  from disk to the first token, switching between two, 10,000 registered adapters
+    load      requests that arrive at random times, for 64 adapters over 16 slots
     attention decode attention against a bare read of its keys and values
     product   the linear layers of a step against a bare read of their weights
-    border    the graphs of few and of many tokens, where the runner changes from one to the other
-    mask      what a constraint costs a step
-    lookup    prompt lookup, where answers copy their prompt and where they do not
+    border    the graphs of few and of many tokens, near the border where the runner switches
+    mask      the cost of a constraint per step
+    lookup    prompt lookup, with answers that copy their prompt and answers that do not
 
 A random Llama is made in a temporary folder, with PEFT folders of random adapters. The sides of a table take turns in
-one process (PyTorch's in one that waits meanwhile), each with two threads; each figure is the median over the rounds,
-each ratio the median of the ratios within a round. Where the base is measured twice, no ratio can be trusted further
-than the ratio of these two is from 1.
-On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 measures what one with AVX2 alone would.
+one process (PyTorch in another, which waits meanwhile), each with two threads; each figure is the median over the
+rounds, each ratio the median of the ratios within a round. If the base is measured twice, no ratio is more accurate
+than the difference of these two's ratio from 1. On a processor with AVX-512, ONEDNN_MAX_CPU_ISA=AVX2 restricts both
+sides to AVX2.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from mindlora.core.operator_library import load_before_mindspore
 
 PEERS = ("peft", "vllm")
 PARTS = ("decode", *PEERS, "nf4", "pools", "adapters", "load", "attention", "product", "border", "mask", "lookup")
-# Both sides of a comparison get as many, in this process and in another.
+# Both sides of a comparison get this number of threads, whether in this process or in another.
 THREADS = 2
 
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
     limit_operators()
     print(f"{size}; {THREADS} threads\n", flush=True)
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w", encoding="utf-8") as log:
-        # MindFormers writes output/ in the working folder, and logs to the stdout that it finds when it is imported.
+        # MindFormers writes output/ in the working folder, and logs to the stdout that it finds at import.
         os.chdir(folder)
         with contextlib.redirect_stdout(log):
             import mindformers  # noqa: F401
@@ -74,17 +74,17 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def prepare_process() -> None:
-    """Limits this process to THREADS cores, and does what the server does before MindSpore is imported."""
+    """Limits this process to THREADS cores, and sets what the server sets before MindSpore is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    # Without it MindFormers builds networks for training.
+    # Without this variable, MindFormers builds networks for training.
     os.environ["RUN_MODE"] = "predict"
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     load_before_mindspore()
 
 
 def measure(part: str, files: Any, size: Any) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of a part, each printed."""
+    """Prints and yields the tables of a part."""
     from bench.serving_engine import text
 
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Many adapters, for the benchmark serving: from disk, switched, registered by the thousand, and under load."""
+"""Many adapters, for the benchmark serving: loaded from disk, switched, registered by the thousand, and under load."""
 
 import asyncio
 import os
@@ -14,14 +14,14 @@ from mindlora.serving.engine import Engine
 from mindlora.serving.server.run import create_app
 from mindlora.serving.server.settings import ServerSettings
 
-# With Llama 1024 wide and four layers, 30 MB.
+# 30 MB, with a Llama of width 1024 and four layers.
 LARGE_RANK = 96
 FEW, MANY, USED = 10, 10_000, 8
 PROMPT, NEW_TOKENS = 16, 13
-# In a load.
+# Of a load.
 ADAPTERS, SLOTS, RUNNING = 64, 16, 16
 NAMES = [f"r16-{number}" for number in range(ADAPTERS)]
-# More than the engine can do, so that tokens/s are what it does and not what it is asked for.
+# More than the engine can handle, so that tokens/s measure its capacity and not the demand.
 OFFERED = 1.2
 
 
@@ -33,11 +33,12 @@ def adapters(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def from_disk(files: Files, size: Size) -> Dict[str, Any]:
-    """Returns the table of the time to the first token, of an adapter that is on disk and of one in a slot."""
+    """Returns the table of the time to the first token with an adapter on disk and with one in a slot."""
     cycle = [f"large-{number}" for number in range(4)]
     paths = files.adapters(size, dict.fromkeys(["resident", *cycle], LARGE_RANK))
     nbytes = os.path.getsize(os.path.join(paths["resident"], "adapter_model.safetensors"))
-    # Memory holds two and the slots three, of which one is pinned: of four in turn, none is there when it is its turn.
+    # Memory holds two adapters and the slots three, one of them pinned: with four in rotation, none is present when its
+    # turn comes.
     engine = files.engine(
         size, AdapterRegistry(None, paths), slots=3, max_rank=LARGE_RANK, adapter_memory=5 * nbytes // 2
     ).start()
@@ -45,7 +46,7 @@ def from_disk(files: Files, size: Size) -> Dict[str, Any]:
     turns = 0
 
     def first_token(adapter: str) -> float:
-        # No two prompts are the same, so that none of them is in the cache.
+        # All prompts differ, so that none is in the cache.
         request = answer(engine, prompts(size, 1, PROMPT, next(seeds)), [adapter], [1]).requests[0]
         return request.first_token - request.arrived
 
@@ -70,18 +71,18 @@ def from_disk(files: Files, size: Size) -> Dict[str, Any]:
 
 
 def switching(files: Files, size: Size) -> Dict[str, Any]:
-    """Returns the table of steps with the adapter of the step before, and of steps with another."""
+    """Returns the table of steps with the previous step's adapter and of steps with another."""
     names = ["r16-0", "r16-1"]
     context = size.contexts[0]
     registry = AdapterRegistry(None, files.adapters(size, dict.fromkeys(names, 16)))
     engine = files.engine(size, registry, slots=2, max_rank=16)
     engine.runner.warm_up()
     leases = resident(engine, names)
-    # Two requests, so that the arrays are made anew on both sides.
+    # Two requests, so that both sides build the arrays anew.
     same, again, other = (
         timed_step(engine.runner, [leases[name]], context, size) for name in (names[0], names[0], names[1])
     )
-    # Each side ends with the first adapter, with which the next one begins or from which it switches.
+    # Each side ends with the first adapter, with which the next side begins or from which it switches.
     sides = {
         "the adapter of the step before": lambda: (again() + same()) / 2,
         "another resident adapter": lambda: (other() + same()) / 2,
@@ -96,7 +97,7 @@ def switching(files: Files, size: Size) -> Dict[str, Any]:
 
 
 def registered(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of the engine's steps and of /v1/models, with few adapters registered and with many."""
+    """Yields the tables of the engine's steps and of /v1/models, with few and with many registered adapters."""
     engines = {
         f"{count:,} registered": files.engine(
             size, AdapterRegistry(adapter_folder(files, size, count)), slots=USED, max_rank=16
@@ -120,7 +121,7 @@ def registered(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def adapter_folder(files: Files, size: Size, count: int) -> str:
-    """Returns a folder with so many adapters, of which those that are used are random and the others links to one."""
+    """Returns a folder with ``count`` adapters: those in use are random, the others are links to one of them."""
     folder = os.path.join(files.folder, f"registered-{count}")
     os.makedirs(folder)
     random = files.adapters(size, {f"r16-{number}": 16 for number in range(USED)})
@@ -134,7 +135,7 @@ def adapter_folder(files: Files, size: Size, count: int) -> str:
 
 
 def model_lists(engines: Dict[str, Engine], rounds: int) -> Dict[str, Any]:
-    """Returns the table of GET /v1/models, called as an ASGI server calls it, with the 99th percentiles."""
+    """Returns the table of GET /v1/models, called through ASGI, with the 99th percentiles."""
     loop = asyncio.new_event_loop()
     taken: Dict[str, List[float]] = {name: [] for name in engines}
     sizes: Dict[str, int] = {}
@@ -166,7 +167,7 @@ def model_lists(engines: Dict[str, Engine], rounds: int) -> Dict[str, Any]:
 
 
 async def get(app: Callable[..., Any], path: str) -> List[int]:
-    """Returns status and bytes of the answer of an ASGI app."""
+    """Returns the status and bytes of an ASGI app's answer."""
     sent: List[Dict[str, Any]] = []
 
     async def receive() -> Dict[str, Any]:
@@ -183,13 +184,13 @@ async def get(app: Callable[..., Any], path: str) -> List[int]:
 
 
 def percentile(values: List[float], percent: float) -> float:
-    """Returns the smallest value that at least so many percent of the values do not exceed."""
+    """Returns the smallest value that at least ``percent`` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0.0
 
 
 class Load:
-    """The same lengths and moments for every side, and other tokens each time, so that nothing is in the cache."""
+    """Requests with the same lengths and times for every side, but new tokens each time, so that none is cached."""
 
     def __init__(self, size: Size):
         rng = np.random.default_rng(0)
@@ -203,16 +204,16 @@ class Load:
         self._tokens = np.random.default_rng(1)
 
     def prompts(self) -> List[List[int]]:
-        """Returns prompts that were not there before."""
+        """Returns prompts that did not occur before."""
         return [self._tokens.integers(3, self.size.vocabulary, length).tolist() for length in self.lengths]
 
     def moments(self, tokens_per_second: float) -> List[float]:
-        """Returns when requests arrive that ask for so many tokens a second: a Poisson process."""
+        """Returns the arrival times of requests for ``tokens_per_second`` tokens per second: a Poisson process."""
         return np.cumsum(self.gaps * self.total / self.count / tokens_per_second).tolist()
 
 
 def load(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the table of a load by popularity of its adapters."""
+    """Yields the table of a load, by its adapters' popularity."""
     registry = AdapterRegistry(None, files.adapters(size, dict.fromkeys(NAMES, 16)))
     engine = files.engine(size, registry, slots=SLOTS, max_rank=16, max_running=RUNNING).start()
     try:
@@ -224,10 +225,10 @@ def load(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def by_popularity(engine: Engine, load: Load, rounds: int) -> Dict[str, Any]:
-    """Returns the table of a load, a side for each popularity."""
+    """Returns the table of a load, with a side for each popularity."""
     one = popularity("identical", load.count, NAMES)
     begin = time.perf_counter()
-    for _ in range(2):  # the first one is slower
+    for _ in range(2):  # The first load is slower.
         begin = time.perf_counter()
         answer(engine, load.prompts(), one, load.new_tokens)
     capacity = load.total / (time.perf_counter() - begin)
@@ -279,7 +280,7 @@ def _counts(engine: Engine) -> Dict[str, int]:
 
 
 def _shares(counts: Dict[str, int]) -> Dict[str, float]:
-    """Returns the hit rate of each tier, and how often adapters and requests had to make room."""
+    """Returns each tier's hit rate, and how often adapters and requests were evicted."""
     rates = {
         f"{tier} hit rate": counts[f"{tier} hits"] / max(1, counts[f"{tier} hits"] + counts[f"{tier} misses"])
         for tier in ("slot", "memory")

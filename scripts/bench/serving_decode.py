@@ -1,4 +1,4 @@
-"""Decoding, for the benchmark serving: one adapter and many against the base alone, and NF4 against float32."""
+"""Decoding, for the benchmark serving: one and many adapters against only the base, and NF4 against float32."""
 
 import dataclasses
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence
@@ -20,12 +20,12 @@ RANKS = {
     **{name: 8 * (number + 1) for number, name in enumerate(MIXED)},
 }
 PLAIN, ONE, ALL_64, MIXED_RANKS = "MindFormers' Linear, no pools", "one adapter", "all of rank 64", "ranks 8 to 64"
-# Number of the random draw in which eight requests name several adapters by zipf, and some of them twice.
+# The seed with which eight requests name several adapters by zipf, some of them twice.
 _DRAW = 1
 
 
 def decode(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of steps in float32 and NF4, and of the whole engine in float32."""
+    """Yields the tables of steps in float32 and NF4, and of the complete engine in float32."""
     registry = AdapterRegistry(None, files.adapters(size, RANKS))
     for dtype in ("float32", "NF4"):
         engine = files.engine(size, registry, dtype == "NF4", slots=len(RANKS), max_rank=64)
@@ -42,7 +42,7 @@ def decode(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def pools(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields tables of a step of eight adapters with pools in float32 and in bfloat16, against the base."""
+    """Yields the tables of a step with eight adapters, with pools in float32 and bfloat16, against the base."""
     names = R16[:BATCH]
     for one in (size, size.wider()):
         registry = AdapterRegistry(None, files.adapters(one, {name: RANKS[name] for name in names}, "bfloat16"))
@@ -62,7 +62,7 @@ def pools(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 def steps(
     engine: Engine, plain: Optional[ModelRunner], size: Size, dtype: str, context: int
 ) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of decode steps of an engine that has not been started."""
+    """Yields the tables of decode steps in an engine that is not started."""
     leases = resident(engine, list(RANKS))
 
     def step(names: Sequence[Optional[str]], runner: ModelRunner = engine.runner) -> Callable[[], float]:
@@ -93,7 +93,7 @@ def against_base(goals: Dict[str, str]) -> Dict[str, Ratio]:
 
 
 def rates(engine: Engine, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of the whole engine, which has been started."""
+    """Yields the tables of the complete, started engine."""
     context = size.contexts[0]
 
     def side(names: Sequence[Optional[str]]) -> Callable[[], float]:
@@ -114,10 +114,10 @@ def rates(engine: Engine, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def nf4(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields tables of the whole engine on a base of twice the width, in NF4 and in float32, at batch 1.
+    """Yields the tables of the complete engine on a base of twice the width, in NF4 and float32, at batch 1.
 
-    The output head is not quantized, and beside four layers it is large. In the second table it has the share that it
-    would have beside 32 layers.
+    The output head is not quantized, and it is large relative to four layers. In the second table, it has the share
+    that it would have with 32 layers.
     """
     wide = size.wider()
     for one in (wide, dataclasses.replace(wide, vocabulary=wide.vocabulary // 8)):

@@ -1,6 +1,6 @@
-"""Timing an engine, for the benchmark serving: steps of its runner, answers of the whole of it, and tables of both.
+"""Timing an engine, for the benchmark serving: steps of its runner, answers of the complete engine, and tables of both.
 
-A step is ModelRunner.forward. An answer goes through the whole engine: scheduler, network, sampling, text.
+A step is ModelRunner.forward. An answer goes through the complete engine: scheduler, network, sampling, text.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from mindlora.serving.settings import EngineSettings
 
 
 def resident(engine: Engine, names: Sequence[str]) -> Dict[str, Lease]:
-    """Puts adapters into slots of an engine that has not been started, and returns their leases."""
+    """Puts adapters into slots of an engine that is not started, and returns their leases."""
     leases = {}
     for name in names:
         engine.adapters.memory.load(name)
@@ -34,7 +34,7 @@ def resident(engine: Engine, names: Sequence[str]) -> Dict[str, Lease]:
 
 
 def timed_step(runner: ModelRunner, leases: Sequence[Optional[Lease]], context: int, size: Size) -> Callable[[], float]:
-    """Returns a function that runs one decode step, with a request for each lease, and returns its seconds."""
+    """Returns a function that runs a decode step, with a request for each lease, and returns its seconds."""
     parts = []
     blocks = runner.settings.blocks_per_request
     for place, (prompt, lease) in enumerate(zip(prompts(size, len(leases), context), leases)):
@@ -51,23 +51,23 @@ def timed_step(runner: ModelRunner, leases: Sequence[Optional[Lease]], context: 
 
 
 def plain_runner(files: Files, size: Size, settings: EngineSettings) -> ModelRunner:
-    """Returns a runner of MindFormers' network with its own linear cells, in float32."""
+    """Returns a runner of MindFormers' network with MindFormers' linear cells, in float32."""
     network = build_network(mindformers_node(size), settings)
     load_base(network, files.base(size))
-    # A runner asks for one cell with a pool: this one is not part of the network.
+    # A runner requires a cell with a pool; this cell is not part of the network.
     indices = Parameter(Tensor(np.full(settings.max_tokens_per_step, -1, np.int32)), name="i", requires_grad=False)
     apart = MultiLoRADense.from_cell(nn.Dense(8, 8, has_bias=False), "apart", 1, 8, indices)
     return ModelRunner(network, {"apart": apart}, np.dtype("<f4"), settings)
 
 
 class Answers(NamedTuple):
-    """What came of requests that were sent together.
+    """The results of requests that were sent together.
 
     Attributes:
         tokens (list of list of int): The answers.
-        times (list of list of float): When each token came, in seconds of time.perf_counter().
-        requests (list of Request): The requests, with times of their own.
-        begin (float): When the first one was sent, or the time from which ``moments`` count.
+        times (list of list of float): When each token arrived, in seconds of time.perf_counter().
+        requests (list of Request): The requests, with their own times.
+        begin (float): When the first request was sent, or the time from which ``moments`` count.
     """
 
     tokens: List[List[int]]
@@ -76,7 +76,7 @@ class Answers(NamedTuple):
     begin: float
 
     def seconds_of_a_step(self) -> float:
-        """Returns the mean over the steps in which all requests decoded, which each gave every one of them a token."""
+        """Returns the mean time of the steps in which all requests decoded and each got a token."""
         begin = max(times[0] for times in self.times)
         end = min(times[-1] for times in self.times)
         steps = []
@@ -92,14 +92,14 @@ def answer(
     counts: Sequence[int],
     moments: Optional[Sequence[float]] = None,
 ) -> Answers:
-    """Lets a started engine answer requests greedily, and waits for the answers.
+    """Makes a started engine answer requests greedily, and waits for the answers.
 
     Args:
         engine (Engine): The engine.
         asked (sequence): Prompts.
         adapters (sequence): The adapter of each; None for the base.
         counts (sequence of int): Tokens of each answer.
-        moments (sequence of float): When each is sent, in seconds from now. Default: None, at once.
+        moments (sequence of float): When each request is sent, in seconds from now. Default: None, at once.
     """
     tokens: List[List[int]] = [[] for _ in asked]
     times: List[List[float]] = [[] for _ in asked]
@@ -127,7 +127,7 @@ def answer(
 
     start = time.perf_counter()
     if moments is None:
-        # So that the engine takes them up in the same step.
+        # So that the engine admits all requests in the same step.
         with engine._changed:
             for place in range(len(asked)):
                 send(place)
@@ -145,17 +145,18 @@ def answer(
 def timed_answers(
     engine: Engine, asked: Sequence[Sequence[int]], adapters: Sequence[Optional[str]], count: int
 ) -> Callable[[], float]:
-    """Returns a function that has the engine answer, and returns the seconds of a step."""
+    """Returns a function that makes the engine answer, and returns the seconds of a step."""
     return lambda: answer(engine, asked, adapters, [count] * len(asked)).seconds_of_a_step()
 
 
 class Ratio(NamedTuple):
-    """What is said of two sides: seconds of one over those of the other, as the median over the rounds.
+    """A comparison of two sides: the ratio of their seconds, as the median over the rounds.
 
     Attributes:
         side, base (str): The sides.
-        goal (str): What it should be, as text.
-        kind (str): "seconds"; "tokens", the ratio of tokens/s; or "difference", of the seconds, in milliseconds.
+        goal (str): The target, as text.
+        kind (str): "seconds"; "tokens", the ratio of tokens/s; or "difference", the difference of the seconds in
+            milliseconds.
     """
 
     side: str
@@ -182,9 +183,9 @@ def compare(
     what: str = "milliseconds of a step",
     warm_up: int = WARM_UP,
 ) -> Dict[str, Any]:
-    """Returns a table of sides that took turns; each call returns the seconds that ``tokens`` tokens took.
+    """Returns a table of sides that take turns; each call returns the seconds of ``tokens`` tokens.
 
-    A ratio is the median of those within a round.
+    A ratio is the median of the ratios within a round.
     """
     seconds = take_turns(sides, rounds, warm_up)
     if AGAIN in sides:
@@ -200,7 +201,7 @@ def compare(
 
 
 def text(table: Dict[str, Any]) -> str:
-    """Returns a table of ``compare`` as text."""
+    """Formats a table of ``compare`` as text."""
     lines = [table["title"], f"{table['what']:<48}{'median':>9}{'quartiles':>19}{'min':>9}{'tokens/s':>10}"]
     for side, figures in table["seconds"].items():
         lines.append(f"{side:<48}{quartiles(figures)}{table['tokens_per_second'][side]:>10.1f}")

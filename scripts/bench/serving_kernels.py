@@ -1,4 +1,4 @@
-"""What a step is made of, for the benchmark serving: attention, products, the border of its graphs, a mask."""
+"""The parts of a step, for the benchmark serving: attention, products, the border between its graphs, a mask."""
 
 import time
 from concurrent import futures
@@ -21,7 +21,7 @@ from mindlora.serving.request import Part, Request, Sampling
 from mindlora.serving.runner import ModelRunner, step_inputs
 
 BLOCK, BATCH = 16, 8
-# Caches and weights that take turns, so that none of them is in the processor's own cache.
+# Number of caches and weights in rotation, so that none stays in the processor's cache.
 LAYERS = 8
 GOAL = "goal: at most 1.2"
 ATTENTION, READ = "paged_attention", "a bare read of its keys and values"
@@ -31,7 +31,7 @@ STEP, MASK = "a step without it", "the mask of a constrained token"
 
 
 def attention(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of decode attention against a read of the cache, a head for each query head and for four."""
+    """Yields the tables of decode attention against a read of the cache, with one or four query heads per key head."""
     context = size.contexts[-1]
     head = size.width // size.heads
     for kv_heads in (size.heads, max(1, size.heads // 4)):
@@ -43,7 +43,7 @@ def attention(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 class _Attentions(nn.Cell):
-    """The attentions of LAYERS layers in one graph, each with keys and values of BATCH sequences of its own."""
+    """The attentions of LAYERS layers in one graph, each with its own keys and values of BATCH sequences."""
 
     def __init__(self, kv_heads: int, head: int, context: int):
         super().__init__()
@@ -71,7 +71,7 @@ class _Attentions(nn.Cell):
 
 
 def product(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of the linear layers of a step against a read of their weights, in 16 bits and in 32.
+    """Yields the tables of a step's linear layers against a read of their weights, in 16 and in 32 bits.
 
     rounded_linear multiplies in bfloat16, multi_lora_linear in float32.
     """
@@ -85,7 +85,7 @@ def product(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
         for tokens in (1, BATCH):
             x = Tensor(np.random.default_rng(0).standard_normal((tokens, width), np.float32))
             title = f"{LAYERS} products of {tokens} tokens with [{width}, {width}] in {dtype}"
-            # More tokens are bound by what the processor computes.
+            # With more tokens, the processor's computing speed is the bound.
             goal = GOAL if tokens == 1 else ""
             table = _against_a_read(title, op, READ_WEIGHTS, _call(layers, x), layers.arrays, size, goal)
             seconds = table["seconds"][op]["median"]
@@ -130,7 +130,7 @@ def _call(layers: nn.Cell, x: Tensor) -> Callable[[], Any]:
 def _against_a_read(
     title: str, side: str, read: str, call: Callable[[], Any], arrays: List[np.ndarray], size: Size, goal: str
 ) -> Dict[str, Any]:
-    """Returns the table of a call against a read of the arrays that it reads, by as many threads."""
+    """Returns the table of a call against a read of its arrays with the same number of threads."""
     with futures.ThreadPoolExecutor(THREADS) as pool:
 
         def timed_read() -> float:
@@ -151,7 +151,7 @@ def _against_a_read(
 
 
 def border(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields a table for each number of tokens in a step: both graphs with the same chunk of a prompt."""
+    """Yields a table for each number of tokens in a step, with both graphs on the same chunk of a prompt."""
     engine = files.engine(size, seq_length=512, max_running=1)
     engine.runner.warm_up()
     for tokens in (1, 16, 32, 48, FEW_TOKENS, 96, 128):
@@ -201,7 +201,7 @@ def mask(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
     rng = np.random.default_rng(0)
 
     def masked() -> float:
-        """Returns the mean over an answer of random tokens that the schema allows."""
+        """Returns the mean over an answer of random tokens allowed by the schema."""
         matcher = grammar.matcher(frozenset([tokenizer.eos_token_id]))
         generated: List[int] = []
         seconds = 0.0
@@ -220,7 +220,7 @@ def mask(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def _tokenizer(vocabulary: int) -> Any:
-    """Returns a byte-level tokenizer of so many tokens, learned from random words."""
+    """Returns a byte-level tokenizer of ``vocabulary`` tokens, trained on random words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -10,15 +10,15 @@ from bench.serving_engine import Ratio, answer, compare
 from bench.serving_model import Files, Size
 from mindlora.serving.engine import Engine
 
-# Tokens that are guessed at a time, and tokens of an answer.
+# Number of drafted tokens at a time, and of tokens in an answer.
 DRAFTS, NEW_TOKENS = 8, 64
-# The model counts: after a token comes the next one, and after the last of so many the first.
+# The model counts: each token is followed by the next, and the last of this many by the first.
 CYCLE = 96
 OFF = "one token a step"
 
 
 def lookup(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of the whole engine with prompt lookup against the same without."""
+    """Yields the tables of the complete engine with prompt lookup against without."""
     engine = files.engine(size, checkpoint=_counting_base(files, size), seq_length=2 * CYCLE + NEW_TOKENS)
     engine.start()
     try:
@@ -49,7 +49,7 @@ def _on() -> str:
 
 
 def _counting_base(files: Files, size: Size) -> str:
-    """Returns a folder with a model of the same size and cost that counts: its layers add nothing to an embedding."""
+    """Returns a folder with a counting model of the same size and cost: its layers add nothing to an embedding."""
     path = os.path.join(files.folder, f"counting-{size.key}")
     os.makedirs(path)
     base = files.base(size)
@@ -82,7 +82,7 @@ def _new(rng: np.random.Generator, size: Size, first: int) -> List[int]:
 
 
 def _timed(engine: Engine, prompts: List[List[int]], drafts: int) -> Callable[[], float]:
-    """Returns a function that has the engine answer, and returns the seconds of a token of an answer."""
+    """Returns a function that makes the engine answer, and returns the seconds per answer token."""
 
     def run() -> float:
         engine.scheduler.prompt_lookup = drafts

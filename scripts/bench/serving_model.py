@@ -1,4 +1,4 @@
-"""What the parts of the benchmark serving run: a random Llama with adapters in files, engines on it, and prompts."""
+"""Common parts of the benchmark serving: a random Llama with adapters in files, engines on it, and prompts."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from mindlora.serving.settings import EngineSettings
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The size of a Llama, and how much is measured on it."""
+    """The size of a Llama, and the extent of the measurements on it."""
 
     width: int = 1024
     intermediate: int = 2752
@@ -32,16 +32,16 @@ class Size:
     rounds: int = 30
 
     def wider(self) -> "Size":
-        """Returns the same with twice the width, with heads of the same size."""
+        """Returns this size with twice the width and heads of the same size."""
         return dataclasses.replace(self, width=2 * self.width, intermediate=2 * self.intermediate, heads=2 * self.heads)
 
     @property
     def key(self) -> str:
-        """What tells the files of two sizes apart."""
+        """A key that distinguishes the files of different sizes."""
         return f"{self.width}-{self.layers}-{self.vocabulary}"
 
     def cells(self) -> Dict[str, Tuple[int, int]]:
-        """Returns name -> [out, in] of the linear cells of a layer."""
+        """Returns name -> [out, in] of a layer's linear cells."""
         square = (self.width, self.width)
         up = (self.intermediate, self.width)
         down = (self.width, self.intermediate)
@@ -70,17 +70,17 @@ _HUGGING_FACE = {
 
 
 class Files:
-    """Checkpoints and adapters in a folder, each made when it is asked for.
+    """Checkpoints and adapters in a folder, each created on first use.
 
     Args:
-        folder (str): Where; it exists.
+        folder (str): The existing folder.
     """
 
     def __init__(self, folder: str):
         self.folder = folder
 
     def base(self, size: Size) -> str:
-        """Returns a folder with a random model in Hugging Face's form, in float32."""
+        """Returns a folder with a random model in Hugging Face's format, in float32."""
         path = os.path.join(self.folder, f"base-{size.key}")
         if os.path.exists(path):
             return path
@@ -114,7 +114,7 @@ class Files:
         return path
 
     def adapters(self, size: Size, ranks: Dict[str, int], dtype: str = "float32") -> Dict[str, str]:
-        """Returns name -> PEFT folder of a random adapter of that rank and dtype on all linear cells."""
+        """Returns name -> PEFT folder of a random adapter of the given rank and dtype on all linear cells."""
         paths = {name: os.path.join(self.folder, f"adapters-{size.key}-{dtype}", name) for name in ranks}
         for name, path in paths.items():
             if not os.path.exists(path):
@@ -134,7 +134,8 @@ class Files:
     ) -> Engine:
         """Returns an engine, not started, on the model in float32 or NF4; ``sizes`` as in EngineSettings.
 
-        ``checkpoint`` is another of the same sizes; ``dtype`` is what the linear cells that are not in NF4 are held in.
+        ``checkpoint`` is another checkpoint of the same sizes; ``dtype`` is the dtype of linear cells that are not in
+        NF4.
         """
         checkpoint = checkpoint or (self.nf4(size) if nf4 else self.base(size))
         settings = EngineSettings(**{"seq_length": max(size.contexts) + 128, "max_running": 8, "slots": 1, **sizes})
@@ -146,7 +147,7 @@ class Files:
 
 
 def random_adapter(size: Size, rank: int, name: str) -> Adapter:
-    """Returns an adapter that changes what a cell computes by about a tenth to a third."""
+    """Returns an adapter that changes a cell's output by about a tenth to a third."""
     rng = np.random.default_rng(list(name.encode()))
     tensors = {}
     alphas = {}
@@ -159,7 +160,7 @@ def random_adapter(size: Size, rank: int, name: str) -> Adapter:
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """Returns a tokenizer with so many words, as many as a model has tokens, so that answers are made into text."""
+    """Returns a tokenizer with a word for each token of a model, so that answers are decoded to text."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

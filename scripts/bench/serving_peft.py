@@ -15,18 +15,18 @@ from mindlora.serving.engine import Engine
 PYTHON = "MINDLORA_PEERS_PYTHON"
 BATCH, STEPS = 8, 12
 OURS, THEIRS, THEIR_BASE = "mindlora", "PEFT", "transformers, no adapters"
-# How PyTorch's threads wait for each other, by what is said of it.
+# Label -> how PyTorch's threads wait for each other.
 WAITING = {"GOMP_SPINCOUNT as it is by default": {}, "GOMP_SPINCOUNT=0": {"GOMP_SPINCOUNT": "0"}}
 NAMES = [f"r16-{number}" for number in range(BATCH)]
 
 
 class Peer:
-    """A process such as that of serving_peft_process.py; ``peer.verb(...)`` waits for its answer.
+    """A process such as serving_peft_process.py; ``peer.verb(...)`` waits for its answer.
 
     Args:
-        python (str): A Python with what the script needs.
-        variables (mapping): Of its environment.
-        script (str): Name of a file of this folder.
+        python (str): A Python with the packages that the script needs.
+        variables (mapping): Environment variables of the process.
+        script (str): Name of a file in this folder.
         named_by (str): The variable that names the Python, for errors.
     """
 
@@ -37,7 +37,7 @@ class Peer:
         environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
         environment.update(HF_HUB_OFFLINE="1", **variables)
         script = os.path.join(ROOT, "scripts", "bench", script)
-        # Isolated (-I), it imports nothing of this folder: the package would set how PyTorch's threads wait.
+        # Isolated (-I), it imports nothing from this folder: the package would change how PyTorch's threads wait.
         self._process = subprocess.Popen(
             [python, "-I", "-W", "ignore", script],
             stdin=subprocess.PIPE,
@@ -82,9 +82,9 @@ def against_peft(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
 
 
 def faster_peer(python: str, base: str, adapters: Mapping[str, str], size: Size) -> Tuple[Peer, str]:
-    """Returns PyTorch's process with threads that wait as they do by default or as ours do, and what is said of it.
+    """Returns the faster PyTorch process, whose threads wait as by default or as ours do, and a remark on it.
 
-    On idle cores PyTorch is faster with the first, on busy ones with the second.
+    PyTorch is faster with the former on idle cores, and with the latter on busy ones.
     """
     threads = len(os.sched_getaffinity(0))
     candidates = []
@@ -105,7 +105,7 @@ def faster_peer(python: str, base: str, adapters: Mapping[str, str], size: Size)
 
 
 def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal: str, remark: str) -> Dict[str, Any]:
-    """Returns the table of decoding one batch, a request for each adapter; the greedy tokens are compared too."""
+    """Returns the table of decoding a batch with a request per adapter; it compares the greedy tokens too."""
     asked = prompts(size, len(names), size.contexts[0])
     tokens: Dict[str, List[List[int]]] = {}
 
@@ -141,13 +141,13 @@ def decoding(engine: Engine, peer: Peer, size: Size, names: Sequence[str], goal:
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Returns the share of tokens that are equal."""
+    """Returns the share of equal tokens."""
     pairs = list(zip(itertools.chain(*ours), itertools.chain(*theirs)))
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
 def reading(engine: Engine, peer: Peer, size: Size, remark: str) -> Dict[str, Any]:
-    """Returns the table of reading one prompt, up to its first token; no two prompts are the same."""
+    """Returns the table of reading one prompt, up to its first token; all prompts differ."""
     length = size.contexts[-1]
     fresh = iter(range(1, 1 << 30))
 

@@ -1,4 +1,4 @@
-"""transformers and PEFT on PyTorch, for serving_peft.py: a process that does what each line of its stdin says.
+"""transformers and PEFT on PyTorch, for serving_peft.py: a process that executes each line of its stdin.
 
 A line is a JSON object: {"do": verb, and the verb's arguments}. Each is answered with one line of JSON. Only this file
 imports PyTorch; nothing of mindlora is imported here.
@@ -17,10 +17,10 @@ import transformers
 
 
 class Side:
-    """A model with adapters, and caches of prompts that it has read.
+    """A model with adapters, and the caches of prompts that it has read.
 
-    Everything is as fast as these libraries are without a compiler: no gradients, a key-value cache, fused attention,
-    logits of the last token only, and PEFT's hooks set once for an answer and not once a step.
+    It is as fast as these libraries are without a compiler: no gradients, a key-value cache, fused attention, logits of
+    only the last token, and PEFT's hooks set once per answer instead of once per step.
     """
 
     def load(self, base: str, adapters: Dict[str, str], threads: int) -> Dict[str, str]:
@@ -37,13 +37,13 @@ class Side:
         return {package.__name__: package.__version__ for package in (torch, transformers, peft)}
 
     def read(self, key: str, prompts: List[List[int]], adapters: List[Optional[str]]) -> None:
-        """Computes prompts of the same length, each with its adapter, and keeps their cache under a key."""
+        """Computes prompts of equal length, each with its adapter, and keeps their cache under a key."""
         cache = transformers.DynamicCache(config=self.model.config)
         with torch.inference_mode(), self._using(adapters) as model:
             self.prompts[key] = (cache, self._next(model, torch.tensor(prompts), cache), adapters)
 
     def decode(self, key: str, steps: int) -> Dict[str, Any]:
-        """Continues the prompts of a key; returns the seconds of a step and the tokens, the first one included."""
+        """Continues the prompts of a key; returns the seconds of a step and all tokens, including the first."""
         kept, token, adapters = self.prompts[key]
         cache = copy.deepcopy(kept)
         tokens = [token]

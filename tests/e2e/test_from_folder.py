@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32
+from tests.support import forked
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.llama_checkpoints import HEAD_DIM, HIDDEN, HUGGING_FACE, llama, save_base
 from tests.support.runs import ROOT, python, succeeded
@@ -64,8 +65,13 @@ def trained(model, library, tmp_path_factory):
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     way = commands("mindlora data", "mindlora-run")
     assert len(way) == 3
-    for command in way:
-        run(command.replace(NAMED, model), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        # A user has set neither.
+        for variable in ("MINDLORA_GRAPH_CACHE", forked.GRAPHS):
+            patch.delenv(variable)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "caches"))
+        for command in way:
+            run(command.replace(NAMED, model), folder)
     return folder
 
 
@@ -75,6 +81,10 @@ def test_three_commands_make_an_adapter(trained):
     assert len(losses) == 3 and all(map(np.isfinite, losses))
     adapter = load_file(trained / "output" / "lora_checkpoint" / "best" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 2 and all(array.any() for array in adapter.values())
+
+
+def test_training_keeps_its_graphs_in_the_user_s_folder(trained):
+    assert list((trained / "caches" / "mindlora" / "graphs").glob("*.mindir"))
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_equals_the_uninterrupted_one(runs, 
     assert stopped.process.returncode == 130
     folder = stopped.output / "lora_checkpoint" / "step_20"
     assert stopped.process.stderr.strip().splitlines()[-1] == (
-        f"mindlora-run: SIGINT stopped the run after step 20 of {STEPS}. It is saved in {folder}. To go on, "
+        f"mindlora-run: SIGINT stopped the run after step 20 of {STEPS}. It is saved in {folder}. To resume, "
         "repeat the command with --resume, or set resume: True in LoraCheckpoint."
     )
     assert list(stopped.losses) == list(range(1, 21))

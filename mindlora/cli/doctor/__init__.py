@@ -1,4 +1,4 @@
-"""mindlora doctor: what is installed on this machine, and what is wrong in the YAMLs of a run."""
+"""mindlora doctor: the installation on this machine, and faults in the YAMLs of a run."""
 
 from mindlora.cli.doctor.examination import examine
 from mindlora.cli.doctor.installation import adopt_choices

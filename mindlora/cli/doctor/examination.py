@@ -1,4 +1,4 @@
-"""The doctor's examination: this machine first, then each YAML, none of which needs its network."""
+"""The doctor's examination: first this machine, then each YAML, without building its network."""
 
 import contextlib
 import importlib.util
@@ -28,7 +28,7 @@ from mindlora.run.plan.trial import STEPS, Trial, try_rank, with_devices
 from mindlora.run.plan.units import gib
 from mindlora.run.yaml_run import YamlRun
 
-# Does a run compile for its devices? MindSpore's own Ascend backend tells, without an NPU.
+# Whether a run compiles for its devices: MindSpore's own Ascend backend decides, without an NPU.
 
 _BACKEND = "MindSpore's own Ascend backend, on a stand-in for CANN"
 _UNKNOWN = (
@@ -38,11 +38,11 @@ _UNKNOWN = (
 
 
 def try_on_ascend(config: Dict[str, Any], devices: Optional[int] = None) -> Iterator[Finding]:
-    """Yields what comes of the first steps of a YAML's run, as its first rank and, if that passes, as its last one.
+    """Yields findings on the first steps of a YAML's run, as its first rank and, if that passes, as its last one.
 
     Args:
-        config (dict): The content of a YAML in which nothing else is wrong.
-        devices (int, optional): On how many devices, with as many more data-parallel ones. Default: None, those that
+        config (dict): The content of a YAML without other faults.
+        devices (int, optional): Number of devices, reached by more data-parallel ones. Default: None, those that
             the YAML is for.
 
     Raises:
@@ -61,7 +61,7 @@ def try_on_ascend(config: Dict[str, Any], devices: Optional[int] = None) -> Iter
 
 
 def not_tried(findings: List[Finding]) -> Finding:
-    """Returns the note that a YAML with these findings was not tried."""
+    """Returns a note that a YAML with these findings was not tried."""
     count = sum(finding.severity == "error" for finding in findings)
     return note("", f"The run is not tried on {_BACKEND}: correct the error{'s' * (count > 1)} first.")
 
@@ -85,9 +85,9 @@ def examine(yaml_paths: Sequence[str] = (), on_ascend: bool = False, devices: Op
 
     Args:
         yaml_paths (sequence of str): The YAMLs.
-        on_ascend (bool): Whether those without an error are compiled too, by MindSpore's own Ascend backend, which
+        on_ascend (bool): Whether YAMLs without an error are also compiled by MindSpore's own Ascend backend, which
             takes minutes and needs no NPU. Default: False.
-        devices (int, optional): For how many devices they are compiled. Default: None, those that a YAML is for.
+        devices (int, optional): Number of devices for which they are compiled. Default: None, those that a YAML is for.
 
     Raises:
         InstallationError: ``on_ascend``, and the backend cannot run on this machine.
@@ -104,7 +104,7 @@ def examine(yaml_paths: Sequence[str] = (), on_ascend: bool = False, devices: Op
 
 
 def check_yaml(path: str) -> List[Finding]:
-    """Returns what is wrong in a complete MindFormers YAML, or good to know, errors first."""
+    """Returns faults in a complete MindFormers YAML and facts worth knowing, errors first."""
     try:
         config = read_merged(path)
         if is_pynative(config):
@@ -134,7 +134,7 @@ def note_on_loss(config: Dict[str, Any]) -> Iterator[Finding]:
             helps = any(read_run(merged(config, keys)).piece for keys in data_parallel(run))
             yield note(IN_GRAPH_MODE, str(run.head), advice if helps else "")
     except LoraError:
-        # What such a run builds is not known; what is wrong, the other checks say.
+        # The network of such a run is unknown; the other checks name the fault.
         return
 
 
@@ -148,7 +148,7 @@ def note_on_pynative_loss(config: Dict[str, Any]) -> Iterator[Finding]:
 
 
 def _first_rows() -> Optional[FirstRows]:
-    """Returns what reads the first rows of a MindRecord, if MindSpore is there."""
+    """Returns the function that reads the first rows of a MindRecord, if MindSpore is installed."""
     if importlib.util.find_spec("mindspore") is None:
         return None
     from mindlora.data.mindrecord import first_rows
@@ -157,15 +157,15 @@ def _first_rows() -> Optional[FirstRows]:
 
 
 def _trainer_version() -> Version:
-    """Returns the first two numbers of the version of MindFormers if that has the PyNative trainer, else None."""
+    """Returns the first two numbers of MindFormers' version if it has the PyNative trainer, else None."""
     version = release(mindformers_version() or "0")
     return version if version >= (2, 0) else None
 
 
 def find_further(path: str, run: YamlRun, right: bool) -> List[Finding]:
-    """Returns what MindFormers' registry and the content of base and data tell, as far as there is a MindFormers.
+    """Returns findings from MindFormers' registry, if it is installed, and from the contents of base and data.
 
-    The nodes of the YAML must be of the right kind; ``right``: no error was found in it yet.
+    The nodes of the YAML must have the right kind; ``right`` says that no error has been found in it.
     """
     if not all(importlib.util.find_spec(package) for package in ("mindspore", "mindformers")) or list(check_import()):
         return [*check_names(run), *check_contents(run)]
@@ -191,7 +191,7 @@ def find_further(path: str, run: YamlRun, right: bool) -> List[Finding]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keeps MindFormers' log, which says nothing about the YAML, from the screen and from the working folder."""
+    """Keeps MindFormers' log, which does not concern the YAML, off the screen and out of the working folder."""
     # Some warnings of MindSpore bypass Python's streams.
     os.environ.setdefault("GLOG_v", "3")
     with tempfile.TemporaryDirectory(prefix="mindlora-doctor-") as folder, contextlib.redirect_stdout(io.StringIO()):

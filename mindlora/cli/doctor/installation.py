@@ -1,4 +1,4 @@
-"""What is installed on this machine: packages, CANN, driver, NPUs."""
+"""The installation on this machine: packages, CANN, driver, NPUs."""
 
 import contextlib
 import glob
@@ -17,9 +17,9 @@ from mindlora.core.errors import BackendError, ConfigError, InstallationError
 from mindlora.core.mindformers_version import cannot_be_imported, release, require_mindformers
 from mindlora.run.checks.finding import Finding
 
-# Which operators LoRA would use on this machine.
+# The operators that LoRA would use on this machine.
 
-# What LoRADense does with the operators of each path (see mindlora.network.cells.dense).
+# LoRADense's use of the operators of each path (see mindlora.network.cells.dense).
 _LORA_DENSE = {
     "ascend": "fused operators of mindlora.ops, in training and in evaluation",
     "cpu": (
@@ -30,7 +30,7 @@ _LORA_DENSE = {
 
 
 def examine_operators() -> Tuple[List[Item], List[Finding]]:
-    """Returns the path that LoRADense and each operator of mindlora.ops take in graph mode, or why none can be chosen.
+    """Returns the path of LoRADense and of each operator of mindlora.ops in graph mode, or why none can be chosen.
 
     MindSpore must be installed.
     """
@@ -54,7 +54,7 @@ def examine_operators() -> Tuple[List[Item], List[Finding]]:
 
 
 def _describe(adopted, used) -> Item:
-    """Returns the item of choices that were adopted."""
+    """Returns the item for adopted choices."""
     from mindlora.ops.measured import FILE
 
     use = "on an NPU" if used else f"not used: they are of mindlora {adopted.mindlora}"
@@ -62,7 +62,7 @@ def _describe(adopted, used) -> Item:
 
 
 def adopt_choices(path: str) -> None:
-    """Stores for this installation what scripts/verify_npu.sh measured; ``path`` is its report.
+    """Stores the measurements of scripts/verify_npu.sh for this installation; ``path`` is its report.
 
     Raises InstallationError without MindSpore, and ConfigError if it is not such a report.
     """
@@ -75,7 +75,7 @@ def adopt_choices(path: str) -> None:
 
 @contextlib.contextmanager
 def _graph_mode() -> Iterator[None]:
-    """Switches to graph mode for a while: MindFormers trains in it, but it is not MindSpore's default."""
+    """Switches to graph mode within the context: MindFormers trains in it, but it is not MindSpore's default."""
     import mindspore as ms
 
     before = ms.get_context("mode")
@@ -86,13 +86,13 @@ def _graph_mode() -> Iterator[None]:
         ms.set_context(mode=before)
 
 
-# Versions of MindSpore and MindFormers that were run together, the default first. setup.py installs those that pip
+# Versions of MindSpore and MindFormers that were tested together, the default first. setup.py installs those that pip
 # resolves, scripts/environment.sh the others.
 TESTED_PAIRS = (("2.9.0", "1.9.0"), ("2.7.2", "1.8.0"), ("2.10.0", "2.1.0"), ("2.10.0", "2.0.0"))
 
 _ASCEND = "/usr/local/Ascend"
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-# Where the various releases of CANN keep their version, below the folder of the toolkit.
+# Files with the version in the various releases of CANN, below the folder of the toolkit.
 _CANN_VERSION_FILES = (
     "*/ascend_toolkit_install.info",
     "ascend_toolkit_install.info",
@@ -106,7 +106,7 @@ NOT_FOUND, NOT_INSTALLED = "not found", "not installed"
 
 
 def examine_machine() -> Tuple[List[Item], List[Finding]]:
-    """Returns the items of this machine, and what is wrong with its MindSpore and MindFormers."""
+    """Returns the items of this machine, and faults of its MindSpore and MindFormers."""
     mindspore, mindformers = _package("MindSpore"), _package("MindFormers")
     findings = [*_check_pair(mindspore.value, mindformers.value), *check_import()]
     if (mindspore.value, mindformers.value) in TESTED_PAIRS:
@@ -132,7 +132,7 @@ def is_installed(name: str) -> bool:
 
 
 def check_import() -> Iterator[Finding]:
-    """Yields a finding if a MindFormers is installed that cannot be imported here."""
+    """Yields a finding if the installed MindFormers cannot be imported."""
     if is_installed("MindFormers"):
         try:
             require_mindformers()
@@ -166,7 +166,7 @@ def _check_pair(mindspore, mindformers) -> Iterator[Finding]:
 
 
 def _hyper_parallel(mindformers) -> Iterator[Item]:
-    """Yields the package with which MindFormers 2 shards PyNative training, and what follows if it is missing."""
+    """Yields the package with which MindFormers 2 shards PyNative training, and the consequences if it is missing."""
     if not mindformers[:1].isdigit() or release(mindformers) < (2, 0):
         return
     item = _package("hyper_parallel")

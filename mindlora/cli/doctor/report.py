@@ -1,4 +1,4 @@
-"""What ``mindlora doctor`` prints: items of the machine, findings, and one section for each YAML."""
+"""The output of ``mindlora doctor``: items of the machine, findings, and a section for each YAML."""
 
 import collections
 import dataclasses
@@ -10,10 +10,10 @@ from mindlora.run.checks.finding import SEVERITIES, Finding
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing that was looked for on this machine.
+    """An item that was looked for on this machine.
 
-    ``value`` is its version, "not installed" or "not found"; ``detail`` says where it was found or looked for, or what
-    follows from it.
+    ``value`` is its version, "not installed" or "not found"; ``detail`` says where it was found or looked for, or the
+    consequences.
     """
 
     name: str
@@ -36,7 +36,7 @@ class YamlReport:
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport:
-    """What ``mindlora doctor`` found: the versions, CANN, devices, operators, ... of this machine, and the YAMLs."""
+    """The findings of ``mindlora doctor`` on this machine (versions, CANN, devices, operators, ...) and the YAMLs."""
 
     machine: Tuple[Item, ...]
     findings: Tuple[Finding, ...]

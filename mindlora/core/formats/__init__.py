@@ -1,1 +1,1 @@
-"""Tensor files: safetensors, MindSpore's .ckpt, PyTorch's pickle. No MindSpore."""
+"""Tensor files: safetensors, MindSpore's .ckpt, PyTorch's pickle; without MindSpore."""

@@ -58,7 +58,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
     mindspore.load_checkpoint is not used: if a record has more or fewer bytes than its shape needs, it writes past the
     end of its memory or returns values that are not in the file. All of the file is in memory while it is read.
 
-    Raises AdapterError if it is cut off or no checkpoint, has a tensor twice or a dtype that is not known.
+    Raises AdapterError if the file is cut off, is not a checkpoint, or has a tensor twice or an unknown dtype.
     """
     records = _records(path, wanted)
     begun = records.pop(_FIRST, None)
@@ -69,7 +69,7 @@ def read(path: str, wanted: Callable[[str], bool]) -> Tuple[Dict[str, np.ndarray
 
 
 def shapes(path: str) -> Dict[str, Tuple[int, ...]]:
-    """Returns the shapes of the tensors by name, without reading the tensors; a damaged file ends as in ``read``."""
+    """Returns the shapes of the tensors by name, without reading the tensors; raises as ``read`` does."""
     try:
         content = memoryview(np.memmap(path, np.uint8, "r"))
         return _shapes(content[:-17] if content[-17:-10] == _CHECKSUM else content)
@@ -90,7 +90,7 @@ def _shapes(content: memoryview) -> Dict[str, Tuple[int, ...]]:
 
 
 def write(path: str, tensors: Dict[str, np.ndarray], metadata: str) -> None:
-    """Writes a .ckpt in one atomic step; ``read`` returns ``metadata`` as it was."""
+    """Writes a .ckpt in one atomic step; ``read`` returns ``metadata`` unchanged."""
     with atomic.replace_file(path) as written, open(written, "wb") as file:
         _write_arrays(file, [(_FIRST, np.array(1, "<i4")), *tensors.items()])
         _write_record(file, _METADATA, "str", (0,), np.array(metadata))
@@ -112,7 +112,7 @@ def _write_arrays(file: BinaryIO, arrays: Iterable[Tuple[str, np.ndarray]]) -> N
 
 
 def _write_record(file: BinaryIO, name: str, dtype: str, shape: Tuple[int, ...], array: np.ndarray) -> None:
-    # Each message begins with its size, so what comes before the elements is made first, and they are never copied.
+    # Each message begins with its size, so the bytes before the elements are built first, and no element is copied.
     dims = b"".join(protobuf.number(_DIMS, size) for size in shape)
     tensor = dims + protobuf.content(_TYPE, dtype.encode()) + protobuf.head(_CONTENT, array.nbytes)
     value = protobuf.content(_TAG, name.encode()) + protobuf.head(_TENSOR, len(tensor) + array.nbytes) + tensor

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ENDING = ".gguf"
 F32, F16, Q8_0 = "f32", "f16", "q8_0"
-# Elements that q8_0 gives a scale in common.
+# Number of elements that share a scale in q8_0.
 _BLOCK = 32
 
 Value = Union[str, bool, int, float, List[Any]]
@@ -24,9 +24,9 @@ class GgufTensor(NamedTuple):
 
     Attributes:
         name (str): llama.cpp's name.
-        shape (tuple of int): As NumPy has it; GGUF lists sizes the other way round.
-        type (str): What its elements are stored as: "f32", "f16" or "q8_0".
-        array (callable): Returns it, in float32, float16 or bfloat16.
+        shape (tuple of int): In NumPy's order; GGUF lists sizes in reverse.
+        type (str): How its elements are stored: "f32", "f16" or "q8_0".
+        array (callable): Returns the tensor in float32, float16 or bfloat16.
     """
 
     name: str
@@ -58,7 +58,7 @@ def write(path: str, architecture: str, metadata: Dict[str, Value], tensors: Lis
     """Writes a file; one tensor is in memory at a time.
 
     Args:
-        path (str): Where to write; what is there is replaced in one step.
+        path (str): Where to write; an existing file is replaced in one step.
         architecture (str): general.architecture.
         metadata (dict): Keys and values. A Python int becomes an int32, a Uint32 a uint32, a float a float32.
         tensors (list of GgufTensor): In the order of the file.

@@ -1,4 +1,4 @@
-"""MindRecords without MindSpore: the files that a path names, and how many rows one has."""
+"""MindRecords, read without MindSpore: the files that a path names, and the number of their rows."""
 
 import contextlib
 import json
@@ -9,8 +9,8 @@ from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 
 def mindrecord_files(path: Union[str, Sequence[str]]) -> List[str]:
-    """Returns the files that MindFormers reads where a YAML names ``path``: itself, or every MindRecord in this folder
-    and below; of several files, these."""
+    """Returns the files that MindFormers reads where a YAML names ``path``: the file, or all MindRecords in and below
+    a folder. Several paths name several files."""
     if not isinstance(path, str):
         return [str(file) for file in path]
     if not os.path.isdir(path):
@@ -30,7 +30,7 @@ def row_count(path: str) -> Optional[int]:
     if not os.path.isfile(index):
         return None
     try:
-        # Read-only: what is only looked at must not change.
+        # Read-only, so that looking at the file does not change it.
         with contextlib.closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
             return int(database.execute("SELECT COUNT(*) FROM INDEXES").fetchone()[0])
     except (sqlite3.Error, TypeError):
@@ -40,7 +40,7 @@ def row_count(path: str) -> Optional[int]:
 def column_shapes(path: str) -> Optional[Dict[str, Tuple[int, ...]]]:
     """Returns column -> shape of its arrays in a row of a MindRecord, or None if its header cannot be read.
 
-    The file begins with the length of its header, eight bytes, and the header in JSON, which has the columns.
+    The file begins with eight bytes, the length of its header, and with the header in JSON, which lists the columns.
     """
     try:
         with open(path, "rb") as file:

@@ -32,7 +32,7 @@ _DTYPES: Dict[str, np.dtype] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-# Only the weights of a base are read from it, by a caller who knows that.
+# Only callers that decode weights of a base read it.
 _FLOAT8 = {"F8_E4M3": FLOAT8_E4M3}
 _NAMES = {dtype: name for name, dtype in {**_DTYPES, **_FLOAT8}.items()}
 
@@ -44,7 +44,7 @@ _TRUNCATED = ("too small", "invalid header length", "not fully covered")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is in a file: ``offset`` bytes from its beginning."""
+    """The place of a tensor in a file: ``offset`` bytes from its beginning."""
 
     dtype: np.dtype
     shape: Tuple[int, ...]
@@ -55,11 +55,11 @@ class TensorInfo(NamedTuple):
 class TensorFile:
     """A safetensors file that is open for reading; use it in a ``with`` statement. Several threads may read at once.
 
-    Its tensors are in the order of the bytes; ``metadata`` are the strings in its header. Raises AdapterError if it is
-    cut off or no safetensors file, or has a tensor twice or a dtype that is not known.
+    Its tensors are in the order of their bytes; ``metadata`` holds the strings of its header. Raises AdapterError if it
+    is cut off or not a safetensors file, or has a tensor twice or an unknown dtype.
 
-    With ``mapped``, what is read lies in the file: its pages come into memory when they are used, and processes share
-    them. What is written to such an array stays in this process. The file must not be written to while they exist.
+    With ``mapped``, arrays lie in the file: its pages come into memory when they are used, and processes share
+    them. Writes to such an array stay in this process. The file must not be written to while the arrays exist.
 
     Tensors in float8 (E4M3) are an error unless ``float8`` says that the caller decodes them.
     """
@@ -77,7 +77,7 @@ class TensorFile:
         self._file.close()
 
     def read(self, key: str) -> np.ndarray:
-        """Returns one tensor in its stored dtype; TruncatedAdapterError if the file became shorter meanwhile."""
+        """Returns one tensor in its stored dtype; raises TruncatedAdapterError if the file has become shorter."""
         info = self.tensors[key]
         return self._array(info.shape, info.dtype, info.offset)
 
@@ -90,7 +90,7 @@ class TensorFile:
         return self._array((end - begin,) + info.shape[1:], info.dtype, info.offset + begin * row)
 
     def read_columns(self, key: str, begin: int, end: int) -> np.ndarray:
-        """Returns columns [begin, end) of a matrix in memory of their own; the pages that hold them are read."""
+        """Returns a copy of columns [begin, end) of a matrix; only the pages that hold them are read."""
         info = self.tensors[key]
         # Beyond the end of a file, a mapped page would kill the process.
         self._check_there(os.fstat(self._file.fileno()).st_size >= info.offset + info.size)
@@ -124,7 +124,7 @@ class TensorFile:
 def layout(
     entries: List[Tuple[str, np.dtype, Tuple[int, ...]]], metadata: Optional[Dict[str, str]] = None
 ) -> Tuple[bytes, List[int], int]:
-    """Returns a safetensors file's header, the offset of each tensor in the file, and the size of the file, in bytes.
+    """Returns a safetensors file's header, the offset of each tensor in it, and its size, in bytes.
 
     Each entry is (key, dtype, shape).
     """
@@ -150,7 +150,7 @@ def write(
 ) -> None:
     """Writes a safetensors file piece by piece, with one piece in memory at a time; an existing one is overwritten.
 
-    ``entries`` is as in ``layout``, and ``contents`` has the tensors' elements in that order; one may come in pieces.
+    ``entries`` is as in ``layout``, and ``contents`` yields the tensors' elements in that order, in any pieces.
     """
     text, _, end = layout(entries, metadata)
     with open(path, "wb") as file:

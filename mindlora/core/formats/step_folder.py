@@ -1,4 +1,4 @@
-"""The folders in which MindFormers 2 saves a step: which files hold the model, and how the parts of several ranks join.
+"""MindFormers 2's folders of saved steps: the files that hold the model, and how the parts of several ranks join.
 
 A run saves iteration_00000010, ... and a tracker with the number of the last step. In such a folder each rank has a
 file of the model and one of the optimizer, and metadata.json says which part of which tensor is in which file. A run of
@@ -22,11 +22,11 @@ from mindlora.core.text import listed, shown
 TRACKER = "latest_checkpointed_iteration.txt"
 COMMON = "common.json"
 METADATA = "metadata.json"
-# What mindlora adds to the folder of a step: lora_config and pet_config of the run, and what its callbacks know.
+# mindlora's addition to the folder of a step: lora_config and pet_config of the run, and its callbacks' state.
 RUN = "mindlora_run.json"
-# And what a train step has besides the optimizer's state, name -> array.
+# The state of a train step besides the optimizer's, name -> array.
 ARRAYS = "mindlora_run.npz"
-# What is in COMMON before a run has begun; the trainer reads it beside every checkpoint.
+# The content of COMMON before a run has begun; the trainer reads it beside every checkpoint.
 NEW_RUN = {"epoch_num": 1, "step_num": 0, "global_step": 0, "loss_scale": 1.0, "global_batch_size": 1}
 _STEP = "iteration_"
 _FILE = re.compile(r"(?:.+-)?(?P<kind>model|opt)-(?P<rank>\d{7})-(?P<ranks>\d{7})\.safetensors")
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
     Attributes:
         file (str): The name of the file that holds it.
-        offset (tuple of int): Where it begins in the whole tensor.
+        offset (tuple of int): Its beginning in the whole tensor.
         shape (tuple of int): Its shape.
     """
 
@@ -58,12 +58,12 @@ def name_of(step: int) -> str:
 
 
 def is_step(names: Sequence[str]) -> bool:
-    """Returns whether a folder with these files is that of a step."""
+    """Returns whether a folder with these files is the folder of a step."""
     return any(map(_FILE.fullmatch, names))
 
 
 def is_whole(name: str) -> bool:
-    """Returns whether a file holds all of a model, as far as its name tells."""
+    """Returns whether a file holds all of a model, judged by its name."""
     match = _FILE.fullmatch(name)
     return match is None or int(match["ranks"]) == 1
 
@@ -79,10 +79,10 @@ def refuse_part(path: str) -> None:
 
 
 def last_step(folder: str) -> str:
-    """Returns the folder of the last step of the run that saves in ``folder``, or ``folder`` if no run does.
+    """Returns the folder of the last step of the run that saves in ``folder``, or ``folder`` itself without such a run.
 
     Raises:
-        AdapterFormatError: The tracker names a step that is not there.
+        AdapterFormatError: The tracker names a step that does not exist.
     """
     tracker = os.path.join(folder, TRACKER)
     if not os.path.isfile(tracker):
@@ -103,7 +103,7 @@ def last_step(folder: str) -> str:
 
 
 def model_files(names: Sequence[str]) -> List[str]:
-    """Returns which of the files in a step's folder hold the model."""
+    """Returns the files in a step's folder that hold the model."""
     matches = {name: _FILE.fullmatch(name) for name in names if name.endswith(".safetensors")}
     return [name for name, match in matches.items() if (match is None and "opt-" not in name) or _is_model(match)]
 
@@ -214,7 +214,7 @@ def _is_model(match: Any) -> bool:
 
 
 def check_all_there(folder: str, names: List[str]) -> None:
-    """Checks that no file of the model is missing, as far as their names tell."""
+    """Checks, by the files' names, that no file of the model is missing."""
     matches = [match for match in map(_FILE.fullmatch, names) if match]
     expected = {file_number for match in matches for file_number in range(int(match["ranks"]))}
     missing = expected - {int(match["rank"]) for match in matches}
@@ -227,7 +227,7 @@ def check_all_there(folder: str, names: List[str]) -> None:
 
 
 def _parts_in_metadata(folder: str) -> Dict[str, List[_Part]]:
-    """Returns key -> parts of the tensors of the model, as metadata.json says."""
+    """Returns key -> parts of the model's tensors, by metadata.json."""
     path = os.path.join(folder, METADATA)
     with open(path, "rb") as file:
         content = parse_object(file.read(), path, AdapterFormatError)
@@ -246,9 +246,9 @@ def _parts_in_metadata(folder: str) -> Dict[str, List[_Part]]:
 
 
 def _parts_of(key: str, entry: Dict[str, Any], storage: Dict[str, Any]) -> List[_Part]:
-    """Returns the parts of a tensor; of one that several ranks hold alike, the first rank's.
+    """Returns the parts of a tensor; of equal copies on several ranks, the first rank's.
 
-    What metadata.json calls an offset is the number of the part, counted along the last axis first.
+    An "offset" in metadata.json is the number of the part, counted along the last axis first.
     """
     counts = tuple(map(int, entry["axis_fragmentations"]))
     parts = []
@@ -256,7 +256,7 @@ def _parts_of(key: str, entry: Dict[str, Any], storage: Dict[str, Any]) -> List[
         (number,) = map(int, chunk["global_offset"])
         shape = tuple(map(int, chunk["local_shape"]))
         name = storage[str((key, (number,)))][0]["file_name"]
-        # Whoever wrote the file must not choose which files outside the folder are read.
+        # The file must not make mindlora read files outside the folder.
         if name != os.path.basename(name) or not _FILE.fullmatch(name):
             raise ValueError(f"{shown(name)} is not the name of a file that it writes")
         place = np.unravel_index(number, counts) if counts else ()

@@ -1,8 +1,8 @@
-"""MindSpore's strategy files, read without MindSpore: how a parallel run has cut each parameter among its devices.
+"""Reads MindSpore's strategy files without MindSpore: how a parallel run divides each parameter among its devices.
 
-A run writes one where ``strategy_ckpt_save_file`` says so: a protobuf message, ParallelStrategyMap in MindSpore's
-node_strategy.proto, or the same as JSON. Each pipeline stage has a file of its own, and merge_pipeline_strategys makes
-one of them all, in which the number of the stage stands before each name ("1-model.norm.weight").
+A run writes one to ``strategy_ckpt_save_file``: a protobuf message, ParallelStrategyMap in MindSpore's
+node_strategy.proto, or the same as JSON. Each pipeline stage has its own file, and merge_pipeline_strategys joins
+them into one, in which the number of the stage precedes each name ("1-model.norm.weight").
 """
 
 import os
@@ -25,14 +25,14 @@ _ENDINGS = (".ckpt", ".json")
 
 
 class Layout(NamedTuple):
-    """How one parameter is cut.
+    """The division of one parameter.
 
     Attributes:
         dev_matrix (tuple of int): The devices of a pipeline stage as an array of this shape, in the order of the ranks.
         tensor_map (tuple of tuple of int): For each axis of the tensor the axes of dev_matrix that cut it, counted from
             the right, the coarsest cut first; an axis that nothing cuts has none.
         opt_shard_step (int): With optimizer parallelism, the distance of the ranks that share a slice; else 0.
-        opt_shard_size (int): Into how many parts they cut it along its first axis; 0 or 1 if they do not.
+        opt_shard_size (int): Number of parts into which they cut it along its first axis; 0 or 1 if they do not.
         uneven (bool): Whether the slices are cut by a list of sizes (field slices), which mindlora cannot join.
     """
 
@@ -115,7 +115,7 @@ def write(path: str, stage: int, layouts: Mapping[str, Layout]) -> None:
             "opt_weight_shard_step": layout.opt_shard_step,
             "opt_weight_shard_size": layout.opt_shard_size,
         }
-    # MindSpore's own tools take the number of the stage from the first operator.
+    # MindSpore's own tools read the number of the stage from the first operator.
     operators = {"LoRA": {"stage": stage, "parallel_strategy": []}}
     write_json(path, {"current_stage": 1, "parallel_strategy_item": operators, "parallel_layout_item": items})
 

@@ -1,4 +1,4 @@
-"""Reads PyTorch's .bin files without PyTorch and without running anything that is in them."""
+"""Reads PyTorch's .bin files without PyTorch and without running their code."""
 
 import pickletools
 import zipfile
@@ -85,7 +85,7 @@ class _Machine:
         self.memo: Dict[Any, Any] = {}
 
     def run(self) -> Any:
-        """Returns what the program leaves on the stack."""
+        """Returns the value that the program leaves on the stack."""
         for instruction, argument, _ in pickletools.genops(self._program):
             carry_out = _INSTRUCTIONS.get(instruction.name)
             if carry_out is None:
@@ -93,14 +93,14 @@ class _Machine:
             carry_out(self, argument)
         return self.stack.pop()
 
-    # What the instructions are made of
+    # The elements of the instructions
 
     def push(self, value: Any) -> None:
         """Puts a value on the stack."""
         self.stack.append(value)
 
     def remember(self, place: Any) -> None:
-        """Keeps the last value for instructions that take it again, at a place; by default at the next one."""
+        """Keeps the last value at a place, by default the next one, for instructions that use it again."""
         self.memo[len(self.memo) if place is None else place] = self.stack[-1]
 
     def taken(self, count: int) -> Tuple[Any, ...]:
@@ -127,12 +127,12 @@ class _Machine:
         target.update(zip(items[::2], items[1::2]))
 
     def name(self, text: Any) -> None:
-        """Puts what "module function" names on the stack."""
+        """Puts the object named "module function" on the stack."""
         module, function = str(text).split(" ")
         self.push(self._named(module, function))
 
     def name_from_stack(self, _: Any) -> None:
-        """As ``name``, of two values on the stack."""
+        """Like ``name``, with two values from the stack."""
         function = self.stack.pop()
         self.push(self._named(self.stack.pop(), function))
 
@@ -149,7 +149,7 @@ class _Machine:
         self.push(self._storage(kind, dtype, key, count))
 
     def drop_versions(self, _: Any) -> None:
-        """Drops the versions of its modules that a state_dict records beside it."""
+        """Drops the modules' versions that a state_dict records."""
         if not isinstance(self.stack[-2], dict):
             self._refuse("the instruction BUILD")
         self.stack.pop()
@@ -222,7 +222,7 @@ class _Machine:
         return tensor
 
 
-# All that a dict of tensors needs, by pickletools' names: what each does to the machine with its argument.
+# All instructions that a dict of tensors needs, by pickletools' names -> their effect on the machine.
 _INSTRUCTIONS: Dict[str, Callable[[_Machine, Any], Any]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),

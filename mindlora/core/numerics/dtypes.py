@@ -32,7 +32,7 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def rounded(array: np.ndarray, dtype: np.dtype) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns a float32 array rounded to ``dtype``, to nearest, ties to even; and the same values as float32."""
+    """Returns a float32 array rounded to ``dtype``, to nearest, ties to even, and the rounded values as float32."""
     if dtype != BFLOAT16:
         stored = array.astype(dtype, copy=False)
         return stored, to_float32(stored)
@@ -60,7 +60,7 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def named_dtype(name: str) -> np.dtype:
-    """Returns the dtype of a name: the reverse of dtype_name."""
+    """Returns the dtype with this name: the inverse of dtype_name."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 

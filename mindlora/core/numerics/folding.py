@@ -1,4 +1,4 @@
-"""Folds an update into a weight, W' = round(g (W + B A)), and checks that rounding explains the error: only NumPy.
+"""Folds an update into a weight, W' = round(g (W + B A)), with NumPy, and checks that rounding explains the error.
 
 There are two probes. ``fold_and_probe`` is for checkpoints, whose blocks pass through several threads at about the
 speed of the disk. It reads each block as few times as it can: one row of signs, in float32, against a bound that allows
@@ -140,7 +140,7 @@ def _fold(weight, b, a, dtype, magnitude) -> Tuple[np.ndarray, np.ndarray, Optio
 
 
 def _rows_that_answer(a) -> np.ndarray:
-    """Returns the rows x of probe_weight, the same for the same A."""
+    """Returns the rows x of probe_weight, which depend on A alone."""
     # For most x, an update far smaller than W is lost in the rounding of x W^T. Linear combinations of the rows of A
     # respond to it most, and so show whether it is there.
     rng = np.random.default_rng(0)

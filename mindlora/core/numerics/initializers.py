@@ -15,14 +15,14 @@ from mindlora.core.fields import COUNT, check_number
 
 NAMES = ("kaiming", "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "mica", "loftq", "loftq_iter_N")
 _MICA = "mica"
-# What PEFT's KaSA does to a base; nothing here is trained so.
+# What PEFT's KaSA does to a base; mindlora reads such adapters and does not train them.
 KASA = "kasa"
 _PISSA = re.compile(r"pissa(?:_niter_(\d+))?")
 _LOFTQ = re.compile(r"loftq(?:_iter_([1-9]\d*))?")
 Quantized = TypeVar("Quantized")
 # Random directions of randomized_svd beyond the rank; a few make the error small.
 _OVERSAMPLING = 8
-# How far from 0 and 1 the products of orthonormal columns are after rounding to bfloat16, at most.
+# The largest distance from 0 and 1 that products of orthonormal columns have after rounding to bfloat16.
 _ROUNDING_OF_PRODUCTS = 0.02
 # The randomized decomposition takes the place of the exact one where that would be several times slower.
 _ITERATIONS = 4
@@ -30,7 +30,7 @@ _FEW = 4
 
 
 class Shaped(Protocol):
-    """Anything that has a shape: an array, a parameter, a tensor to be written."""
+    """Anything with a shape: an array, a parameter, a tensor to be written."""
 
     @property
     def shape(self) -> Tuple[int, ...]:
@@ -40,7 +40,7 @@ class Shaped(Protocol):
 class InitialPair(NamedTuple):
     """The initial A0 [r, in] and B0 [out, r] of a cell whose initializer changed the base, in the parameters' dtypes.
 
-    ``fingerprint`` is that of the base before the change, or None.
+    ``fingerprint`` is the fingerprint of the base before the change, or None.
     """
 
     a: np.ndarray
@@ -72,12 +72,12 @@ def changes_base(name: Optional[str]) -> bool:
 
 
 def freezes_b(name: Optional[str]) -> bool:
-    """Returns whether an initializer makes B for good, so that A alone trains: MiCA."""
+    """Returns whether an initializer fixes B for good, so that A alone trains: MiCA."""
     return name == _MICA
 
 
 def computed_from_base(name: Optional[str]) -> bool:
-    """Returns whether an initializer takes A or B from the base weight, once that is loaded."""
+    """Returns whether an initializer computes A or B from the loaded base weight."""
     return changes_base(name) or name == _MICA
 
 
@@ -104,7 +104,7 @@ def orthogonal(
 
 
 def of_base(name: str, weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns (A, B), as ``pissa`` does, of what is computed from the base: pissa, pissa_niter_N, olora, mica, kasa."""
+    """Returns (A, B) by any initializer that reads the base: pissa, pissa_niter_N, olora, mica, kasa."""
     if name == KASA:
         return kasa(weight, rank, scale)
     if name == "olora":
@@ -149,9 +149,9 @@ def pissa(
 
 
 def kasa(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
-    """What KaSA takes away, the r smallest singular values of W = U S V^T and their vectors: scale B A = U_r S_r V_r^T.
+    """The part of W that KaSA removes, its r smallest singular values, W = U S V^T: scale B A = U_r S_r V_r^T.
 
-    Args, Returns and Raises are those of ``pissa``; r must be smaller than both sides.
+    Args, Returns and Raises are as in ``pissa``; r must be smaller than both sides of W.
 
     Source: Wang et al., KaSA: Knowledge-Aware Singular-Value Adaptation of Large Language Models, 2024.
     """
@@ -163,7 +163,7 @@ def kasa(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.nd
 def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.ndarray]:
     """A and B of the QR decomposition W = Q R: the first r rows of R and the first r columns of Q, at every scale.
 
-    Args, Returns and Raises are those of ``pissa``.
+    Args, Returns and Raises are as in ``pissa``.
 
     Source: Buyukakyuz, OLoRA: Orthonormal Low-Rank Adaptation of Large Language Models, 2024.
     """
@@ -176,7 +176,7 @@ def olora(weight: np.ndarray, rank: int, scale: float) -> Tuple[np.ndarray, np.n
 def mica(weight: np.ndarray, rank: int) -> Tuple[np.ndarray, np.ndarray]:
     """Zeros and the left singular vectors U_r of the r smallest singular values of W = U S V^T: A = 0, B = U_r.
 
-    B stays as it is in training, so the adapter adds nothing at first, and later only what lies in these directions.
+    B does not train, so the adapter adds nothing at first, and later only components in these directions.
 
     Args:
         weight (array): W [out, in], float32.
@@ -291,7 +291,7 @@ def randomized_svd(matrix: np.ndarray, rank: int, iterations: int) -> Tuple[np.n
     Args:
         matrix (array): W [rows, columns], float32 or float64.
         rank (int): At most the smaller side of W.
-        iterations (int): More make it more exact: 4 are usual, 16 nearly exact.
+        iterations (int): More of them give a more exact result: 4 are usual, 16 nearly exact.
 
     Source: Halko et al., Finding Structure with Randomness, 2011.
     """
@@ -309,7 +309,7 @@ def randomized_svd(matrix: np.ndarray, rank: int, iterations: int) -> Tuple[np.n
 
 
 class PrincipalComponents:
-    """The leading principal components of all rows so far, from a decomposition of each batch.
+    """The leading principal components of all rows so far, updated by a decomposition of each batch.
 
     With S V the components of the rows before, each times its singular value, n their number and m their mean, those of
     a batch X of k rows with mean x are the leading right singular vectors of [S V; X - x; sqrt(n k / (n + k)) (m - x)].
@@ -322,7 +322,7 @@ class PrincipalComponents:
     Attributes:
         components (array): float32 [count, features], the strongest first; None before the first batch. The largest
             element of each is positive.
-        explained (array): float64 [count], which share of the variance of all rows each explains; None before.
+        explained (array): float64 [count], the share of the variance of all rows that each explains; None before.
     """
 
     def __init__(self, count: int):
@@ -335,7 +335,7 @@ class PrincipalComponents:
         self._rows = 0
 
     def update(self, rows: np.ndarray) -> None:
-        """Takes in a batch, float32 [k, features], where k and features are at least ``count``."""
+        """Adds a batch, float32 [k, features], where k and features are at least ``count``."""
         batch = rows.astype(np.float64)
         mean, variance, number = batch.mean(axis=0), batch.var(axis=0), len(batch)
         batch -= mean

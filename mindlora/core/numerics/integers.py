@@ -1,6 +1,6 @@
 """Weights in integers of 4 or 8 bits, as quantized bases are published. ops/integer_linear/README.md has the bytes.
 
-W = (code - zero) * scale, of the group of each column. Everything is NumPy.
+W = (code - zero) * scale, with the zero and scale of each column's group. NumPy alone.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 from mindlora.core.numerics.dtypes import to_float32
 
-# The numbers of a block of codes of 4 bits, and of half of one, which a group is a multiple of.
+# The numbers in a block of 4-bit codes, and in half a block; a group is a multiple of the half.
 BLOCK, HALF = 64, 32
 BITS = (4, 8)
 # Field of IntegerArray -> name of its tensor in a network, after the path of its cell.
@@ -21,9 +21,9 @@ class IntegerForm(NamedTuple):
     """How the integers of a weight are held.
 
     Attributes:
-        bits (int): Of a code, 4 or 8.
-        groups (int): Of the columns, each with a scale and a zero of its own.
-        dtype (dtype): That of the scales.
+        bits (int): Bits of a code, 4 or 8.
+        groups (int): Groups of columns, each with its own scale and zero.
+        dtype (dtype): The dtype of the scales.
     """
 
     bits: int
@@ -44,10 +44,10 @@ class IntegerArray:
     """Rows of a weight in integers.
 
     Attributes:
-        codes (ndarray): uint8 [N, K * bits / 8]. Of 4 bits, byte i of a block's 32 holds the code of its number i in
-            the low half and of number 32 + i in the high one. Of 8 bits, they are the bits of int8.
-        zeros (ndarray): uint8 [N, groups]; of 8 bits, the bits of int8.
-        scales (ndarray): [N, groups] of float32, float16 or bfloat16.
+        codes (ndarray): uint8 [N, K * bits / 8]. With 4 bits, byte i of a block's 32 holds the code of its number i in
+            the low half and of number 32 + i in the high one. With 8 bits, they are the bits of int8.
+        zeros (ndarray): uint8 [N, groups]; with 8 bits, the bits of int8.
+        scales (ndarray): [N, groups], float32, float16 or bfloat16.
         bits (int): 4 or 8.
     """
 
@@ -58,7 +58,7 @@ class IntegerArray:
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the bytes of codes [N, K], of uint8 for 4 bits and of int8 for 8: [N, K * bits / 8] uint8."""
+    """Returns codes [N, K] as bytes, uint8 [N, K * bits / 8]; the codes are uint8 for 4 bits and int8 for 8."""
     if bits == 8:
         return codes.view(np.uint8)
     halves = codes.reshape(len(codes), -1, 2, HALF)
@@ -66,7 +66,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Undoes pack."""
+    """Returns the codes that ``pack`` packed."""
     if bits == 8:
         return packed.view(np.int8)
     blocks = packed.reshape(len(packed), -1, HALF)
@@ -84,5 +84,5 @@ def dequantize(array: IntegerArray) -> np.ndarray:
 
 
 def tensor_name(weight: str, field: str) -> str:
-    """Returns the name of a field of IntegerArray, given the name of the weight; the codes have that of the weight."""
+    """Returns the tensor name of a field of IntegerArray; the codes are stored under the weight's own name."""
     return weight + TENSOR_NAMES[field][len(TENSOR_NAMES["codes"]) :]

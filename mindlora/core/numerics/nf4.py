@@ -34,7 +34,7 @@ TABLE = np.array(
     ],
     np.float32,
 )
-# The number of weights in a block, which share an absmax, and of blocks in a group, which share a scale and an offset.
+# Weights in a block share an absmax; blocks in a group share a scale and an offset.
 BLOCK, GROUP = 64, 256
 # The two values of each of the 256 bytes: (low half, high half).
 BYTE_VALUES = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]])
@@ -137,9 +137,9 @@ def dequantize(array: Nf4Array, rows: slice = slice(None)) -> np.ndarray:
 def repacked(weight: np.ndarray) -> Optional[Nf4Array]:
     """Returns the Nf4Array that decodes to the bits of ``weight``, or None if there is none.
 
-    It is there for a weight that was in NF4 with blocks of 64 numbers of a row, as another library had packed it. Its
-    absmax are float32 numbers, which no 256 steps of a group hold exactly, so each block is a group: its offset is the
-    absmax, its scale 0. That takes 5.13 bits for each number.
+    A weight that another library packed in NF4, in blocks of 64 numbers of a row, has one. Its absmax are
+    float32 numbers, which 256 steps of a group cannot hold exactly, so each block is a group: its offset is the
+    absmax, its scale 0. It takes 5.13 bits per number.
 
     Args:
         weight (ndarray): float32 [N, K].
@@ -154,7 +154,7 @@ def repacked(weight: np.ndarray) -> Optional[Nf4Array]:
 
 
 def repacked_layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype]]:
-    """Returns what ``layout`` does, for an array that ``repacked`` returns."""
+    """Returns the ``layout`` of an array that ``repacked`` returns."""
     groups = (rows * columns // BLOCK,), np.dtype(np.float32)
     return {**layout(rows, columns), "scales": groups, "offsets": groups}
 
@@ -172,12 +172,12 @@ def layout(rows: int, columns: int) -> Dict[str, Tuple[Tuple[int, ...], np.dtype
 
 
 def tensor_name(weight: str, field: str) -> str:
-    """Returns the name of a field of Nf4Array, given the name of the weight; the codes have that of the weight."""
+    """Returns the tensor name of a field of Nf4Array; the codes are stored under the weight's own name."""
     return weight + TENSOR_NAMES[field][len(_WEIGHT) :]
 
 
 def split_name(name: str) -> Tuple[str, str]:
-    """Returns the name of a weight, and what the name of a tensor of it has after that: "" for the codes."""
+    """Splits a tensor's name into its weight's name and the suffix of its field, "" for the codes."""
     ends = (tensor_name("", field) for field in TENSOR_NAMES if field != "codes")
     end = next((end for end in ends if name.endswith(end)), "")
     return name[: len(name) - len(end)], end
@@ -195,7 +195,7 @@ def dequantize_absmax(
 
 
 def group_size(blocks: int, groups: int) -> int:
-    """Returns the largest power of two, 256 at most, of which so many blocks make so many groups; 0 for none."""
+    """Returns the largest group size, a power of two up to 256, that cuts ``blocks`` into ``groups``; 0 for none."""
     size = GROUP
     while size and -(-blocks // size) != groups:
         size //= 2
@@ -205,12 +205,12 @@ def group_size(blocks: int, groups: int) -> int:
 def by_row(of_groups: np.ndarray, rows: int, blocks: int) -> np.ndarray:
     """Returns the scales or offsets of groups that do not cross rows: [rows, groups of a row].
 
-    Each group becomes several that have its scale and offset, so that rows can be taken out of a weight: what they
-    decode to stays the same to the last bit.
+    Each group is split into several with its scale and offset, so that rows can be taken out of a weight: their decoded
+    values stay the same to the last bit.
 
     Args:
         of_groups (ndarray): [groups].
-        rows, blocks (int): Of the weight, and of each of its rows.
+        rows, blocks (int): Rows of the weight, and blocks of each row.
     """
     of_weight = group_size(rows * blocks, len(of_groups))
     first = np.arange(0, rows * blocks, math.gcd(blocks, of_weight))
@@ -234,9 +234,9 @@ def _absmax(weight: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def _quantize_absmax(absmax: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (codes, scales, offsets): 256 equal steps from the least to the largest absmax of a group."""
+    """Returns (codes, scales, offsets), with 256 equal steps from the least to the largest absmax of a group."""
     groups = -(-absmax.size // GROUP)
-    # Padded with the last value, which changes neither the least nor the largest of its group.
+    # Padding with the last value changes neither the least nor the largest of its group.
     padded = np.pad(absmax.reshape(-1), (0, groups * GROUP - absmax.size), mode="edge").reshape(groups, GROUP)
     offsets = padded.min(axis=1)
     scales = (padded.max(axis=1) - offsets) / np.float32(255)
@@ -249,7 +249,7 @@ def _encode(weight: np.ndarray, absmax: np.ndarray) -> np.ndarray:
     """Returns each number's nearest code, two to a byte; a code counts the midpoints of TABLE below the number."""
     blocked = _blocked(weight, absmax.shape[1])
     codes = np.zeros(blocked.shape, np.uint8)
-    # In a block of zeros, each number gets the code of zero.
+    # All numbers in a block of zeros get the code of zero.
     absmax = np.where(absmax > 0, absmax, np.float32(1))
     for midpoint in _MIDPOINTS:
         codes += blocked > (midpoint * absmax)[:, :, None]

@@ -1,4 +1,4 @@
-"""What A and B of a pair look like on each kind of cell: linear, embedding, convolution, stacked experts."""
+"""The layouts of A and B on each kind of cell: linear, embedding, convolution, stacked experts."""
 
 import math
 from typing import Dict, List, Optional, Tuple, Type
@@ -11,7 +11,7 @@ from mindlora.core.numerics.dtypes import to_float32
 # A and B.
 Pair = Tuple[np.ndarray, np.ndarray]
 Shape = Tuple[int, ...]
-# The error to raise, and what is wrong in words.
+# The error to raise, and a description of the fault.
 Problem = Tuple[Type[AdapterError], str]
 
 
@@ -38,8 +38,8 @@ class PairLayout:
     def pair_shapes(self, shape: Shape, rank: int, groups: int = 1) -> Dict[str, Shape]:
         """Returns the shapes of A and B, by "A" and "B", for a weight of this shape.
 
-        That is [out, in]; of an embedding [vocabulary, dim], of a convolution [out, in / groups, kh, kw], of stacked
-        experts [experts, out, in].
+        The weight is [out, in]; [vocabulary, dim] for an embedding, [out, in / groups, kh, kw] for a convolution, and
+        [experts, out, in] for stacked experts.
         """
         rows, columns = shape
         return {"A": (rank, columns), "B": (rows, rank)}
@@ -53,7 +53,7 @@ class PairLayout:
         return b[0], math.prod(a[1:])
 
     def with_rank(self, half: str, array: np.ndarray, rank: int) -> np.ndarray:
-        """Returns A or B with its first ``rank`` ranks, or with zeros up to that many."""
+        """Returns A or B cut to its first ``rank`` ranks, or padded with zeros to that many."""
         axis = self.rank_axes["AB".index(half)]
         by_rank = np.moveaxis(array, axis, 0)[:rank]
         missing = np.zeros_like(by_rank, shape=(rank - len(by_rank), *by_rank.shape[1:]))
@@ -71,7 +71,7 @@ class PairLayout:
         return self.rank(a) == b[self.rank_axes[1]]
 
     def shape_problem(self, a: Shape, b: Shape, rank: int) -> Optional[Problem]:
-        """Returns what is wrong with shapes of A and B, each with ``dims`` sizes above 0, for this rank, or None."""
+        """Returns the fault of these shapes of A and B, each with ``dims`` sizes above 0, at this rank, or None."""
         if a[0] == rank and b[1] == rank:
             return None
         if a[1] == rank and b[0] == rank:
@@ -91,20 +91,20 @@ class PairLayout:
     def factors(self, a: np.ndarray, b: np.ndarray) -> Pair:
         """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
 
-        For experts, they are stacks of one pair of matrices each, whose products are stacked by rows.
+        For experts, both are stacks with one matrix per expert, whose products are stacked by rows.
         """
         return b, a
 
     def products(self, a: np.ndarray, b: np.ndarray) -> List[Pair]:
-        """Returns A [r, in] and B [out, r] of each product B A: of one, or of one for each expert.
+        """Returns A [r, in] and B [out, r] of each product B A: a single one, or one for each expert.
 
         For a convolution without groups, in counts each element of the kernel. For an embedding, B A is the transpose
-        of what is added to the table.
+        of the table's update.
         """
         return [(a.reshape(len(a), -1), b.reshape(len(b), -1))]
 
     def stacked_again(self, pairs: List[Pair], a: Shape, b: Shape) -> Pair:
-        """Returns the A and B that ``products`` takes apart into these pairs, all of one rank.
+        """Returns the A and B that ``products`` splits into these pairs, all of one rank.
 
         ``a`` and ``b`` are the shapes of A and of B at any rank.
         """
@@ -193,12 +193,12 @@ _BY_DIMS = {layout.dims: layout for layout in (LINEAR, CONVOLUTION, EXPERTS)}
 
 
 def layout_of(a: Shape, embeds: bool = False) -> PairLayout:
-    """Returns the layout of a pair by the shape of its A, which does not tell whether it is for an embedding."""
+    """Returns the layout of a pair by the shape of its A, which cannot show whether the pair is for an embedding."""
     return EMBEDDING if embeds else _BY_DIMS.get(len(a), LINEAR)
 
 
 def shape_problem(a: Shape, b: Shape, declared: Optional[int] = None) -> Optional[Problem]:
-    """Returns what is wrong with the shapes of A and B, as the error class and in words, or None.
+    """Returns the fault of these shapes of A and B, as (error class, description), or None.
 
     The rank is the declared one, or A's if none is declared.
     """
@@ -218,7 +218,7 @@ def has_product(a: np.ndarray, b: np.ndarray) -> bool:
 def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
     """Returns the matrices [rows of W, r] and [r, the rest of W] whose product is what B A adds to W.
 
-    A is [r, in], for a convolution [r, in, kh, kw], for experts [experts, r, in], and B accordingly; with ``embeds``, W
+    A is [r, in], [r, in, kh, kw] for a convolution, [experts, r, in] for experts, and B to match; with ``embeds``, W
     is a table [in, out]. Raises ShapeMismatchError for a convolution with groups.
     """
     if not has_product(a, b):
@@ -230,12 +230,12 @@ def factors(a: np.ndarray, b: np.ndarray, embeds: bool = False) -> Pair:
 
 
 def is_expert_stack(array: np.ndarray) -> bool:
-    """Returns whether an array is a stack of matrices, as experts have them."""
+    """Returns whether an array is a stack of one matrix per expert."""
     return array.ndim == EXPERTS.dims
 
 
 def transposed_experts(stack: np.ndarray) -> np.ndarray:
-    """Returns a stack of matrices with each of them transposed."""
+    """Returns a stack of matrices with each one transposed."""
     return np.ascontiguousarray(stack.swapaxes(1, 2))
 
 
@@ -247,7 +247,7 @@ def flatten_experts(half: str, stack: np.ndarray) -> np.ndarray:
 
 
 def unflatten_experts(half: str, flat: np.ndarray, rank: int) -> Optional[np.ndarray]:
-    """Returns the stack from which flatten_experts made ``flat``, or None for a shape that is not of this rank."""
+    """Returns the stack that flatten_experts flattened to ``flat``, or None if its shape does not have this rank."""
     size = flat.shape[0 if half == "A" else -1]
     if flat.ndim != 2 or not size or size % rank:
         return None
@@ -257,10 +257,10 @@ def unflatten_experts(half: str, flat: np.ndarray, rank: int) -> Optional[np.nda
 
 
 def through_middle(a: np.ndarray, mid: np.ndarray, b: np.ndarray) -> Optional[Pair]:
-    """Returns the pair that does what three convolutions do, A being mid times a; None if their shapes do not agree.
+    """Returns the pair equal to three convolutions, with A = mid a; None if their shapes do not agree.
 
-    They are a [r, in, 1, 1], mid [r, r, kh, kw] and b [out, r, 1, 1]. The product is summed in float64 and rounded once
-    to float32, in which B is then too.
+    The three are a [r, in, 1, 1], mid [r, r, kh, kw] and b [out, r, 1, 1]. The product is summed in float64 and rounded
+    once to float32; B is returned in float32 too.
     """
     alike = a.ndim == mid.ndim == b.ndim == CONVOLUTION.dims and a.shape[2:] == b.shape[2:] == (1, 1)
     if not alike or not mid.shape[0] == mid.shape[1] == a.shape[0] == b.shape[1]:
@@ -270,7 +270,7 @@ def through_middle(a: np.ndarray, mid: np.ndarray, b: np.ndarray) -> Optional[Pa
 
 
 def turned(array: np.ndarray) -> Optional[np.ndarray]:
-    """Returns a matrix transposed and a vector as it is, or None for an array of more axes."""
+    """Returns a matrix transposed and a vector unchanged, or None for an array of more axes."""
     return None if array.ndim > 2 else np.ascontiguousarray(array.T)
 
 

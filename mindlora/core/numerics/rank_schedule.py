@@ -35,7 +35,7 @@ DEFAULTS = BudgetSettings()._asdict()
 
 
 def check_settings(settings: BudgetSettings) -> None:
-    """Raises ConfigError if one of AdaLoRA's settings is out of range, whatever the length of the run."""
+    """Raises ConfigError if one of AdaLoRA's settings is out of range for runs of any length."""
     for field, least in (("init_r", 1), ("target_r", 1), ("deltaT", 1), ("tinit", 0), ("tfinal", 0)):
         check_number(getattr(settings, field), field, whole_numbers(least))
     for field in ("beta1", "beta2"):
@@ -49,7 +49,7 @@ def check_settings(settings: BudgetSettings) -> None:
 
 
 class BudgetSchedule:
-    r"""The budget of triplets after each step: all of them at first, then a cubic fall, then the target.
+    r"""The budget of triplets after each step: all of them at first, then a cubic decrease, then the target.
 
     With T = total - tfinal, n cells and c(t) = (1 - (t - tinit) / (T - tinit))^3, the budget after step t is
 
@@ -58,7 +58,7 @@ class BudgetSchedule:
         b(t) = n \lfloor target\_r + (init\_r - target\_r) c(t) \rfloor_n \; (tinit < t < T), \quad
         b(t) = n \, target\_r \; (t \ge T)
 
-    where the floor is that of the number of triplets. Triplets are masked at the steps between tinit and T that deltaT
+    where the floor applies to the number of triplets. Triplets are masked at the steps between tinit and T that deltaT
     divides, at T, and at every step after it. Steps count from 1.
 
     Raises ConfigError if tinit and tfinal leave no step for allocation.
@@ -94,5 +94,5 @@ class BudgetSchedule:
         return self.first - self.budget(step)
 
     def learns(self, step: int) -> bool:
-        """Returns whether ``step`` counts in the importance of triplets; from the last allocation on, none does."""
+        """Returns whether ``step`` counts in the importance of triplets; steps from the last allocation on do not."""
         return step < self.last_allocation

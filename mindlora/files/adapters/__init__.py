@@ -1,1 +1,1 @@
-"""Adapter, and what is done to files of adapters. No MindSpore."""
+"""Adapter, and the operations on files of adapters; without MindSpore."""

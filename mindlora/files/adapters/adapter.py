@@ -1,4 +1,4 @@
-"""Adapter: the tensors of an adapter and what is known about them, in NumPy, without a network or a file."""
+"""Adapter: the tensors of an adapter and its settings, in NumPy, independent of networks and files."""
 
 import dataclasses
 import math
@@ -25,9 +25,9 @@ from mindlora.models.variants import registry
 from mindlora.models.variants.registry import PARTS, SHARED, STORED
 from mindlora.models.variants.variant import PartKey, Variant
 
-# What lora_alpha can be; a whole number may be too large for a float.
+# The range of lora_alpha; a whole number may be too large for a float.
 ALPHA = Range("a number above 0", lambda value: 0 < value <= sys.float_info.max)
-# What to do about a problem of pairs, by the error that it raises.
+# The advice for a fault of pairs, by the error that it raises.
 _ADVICE = {
     AdapterFormatError: "Merge the adapter into its base with the program that trained it.",
     RankMismatchError: "Use the configuration that was saved with the tensors.",
@@ -46,35 +46,35 @@ class Adapter:
     Attributes:
         tensors (dict): (path under MindFormers' names, part) -> array: "A" [r, in] and "B" [out, r], with DoRA also
             "magnitude" [out], each in its stored dtype (numerics.dtypes.BFLOAT16 for bfloat16).
-            If the cell is a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]; if it holds the stacked
+            For a convolution, A is [r, in, kh, kw] and B [out, r / groups, 1, 1]; for the stacked
             weights of experts, A is [experts, r, in] and B [experts, out, r]. With VeRA also
             "lambda_d" [r] and "lambda_b" [out]; A is as wide as the widest cell until ``narrow``.
         embeddings (set of str): The paths whose weight is an embedding table [in, out], to which the transpose of
             scale B A is added.
-        alphas (dict): path -> lora_alpha; empty if the file does not state it. With VeRA it is r, so the scale is 1.
+        alphas (dict): path -> lora_alpha; empty if the file does not state it. With VeRA it is r, for a scale of 1.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r) and not lora_alpha / r (Kalajdzievski, 2023).
         dropout (float): lora_dropout of the training, for further training.
         saved_modules (dict): Parameter name under MindFormers' names -> array, for modules that were trained in full
             (modules_to_save) and replace the base's.
-        selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as
-            the file has them; empty if it has none of them.
+        selection (dict): PEFT's fields that select the adapted modules (target_modules, layers_to_transform, ...) as in
+            the file; empty if it has none.
         base_model (str): Name or path of the base model on Hugging Face, or None.
         fingerprint (dict): Fingerprint of the base that it was trained on, or None.
-        initialization (str): lora_init, if the pairs are [A; A0] and [B, -B0], made of the trained pair and the initial
+        initialization (str): lora_init, if the pairs are [A; A0] and [B, -B0], from the trained pair and the initial
             pair (A0, B0) (see mindlora.network.initialize); None otherwise.
-        dialect (str): The form of the file that it was read from, for messages.
-        allocation (dict): Of an adapter that AdaLoRA trained: "rank", the sum of its cells' ranks; "target", what that
-            is to be at the end of the run; and "left_out", the paths of cells that have no rank. None for any other.
+        dialect (str): The form of the file from which it was read, for messages.
+        allocation (dict): For an adapter that AdaLoRA trained: "rank", the sum of its cells' ranks; "target", that sum
+            at the end of the run; and "left_out", the paths of cells without a rank. None for any other.
         projection_key (int): Seed that VeRA's A and B were drawn from; 0 if it is not known.
-        peft_fields (dict): The fields of PEFT's configuration that change nothing here, as the file has them:
+        peft_fields (dict): The fields of PEFT's configuration that change nothing here, as in the file:
             task_type, modules_to_save, revision, ...; empty for an adapter that was not PEFT's.
         initializer (str): "pissa", "olora" or "kasa", if A and B are for the base that it changed (see
             mindlora.files.adapters.initial_pairs); None otherwise.
         token_rows (dict): Path of an embedding -> (indices [n], rows [n, dim]) that replace rows of its table.
         invocation_tokens (tuple of int): The tokens from whose last place in a prompt on it acts (Greenewald et al.,
             aLoRA, 2025); empty if it acts on all.
-        bare_prefix (str): What its file leaves out before the names of cells, where it is of a bare model (AutoModel's
-            layers.0...): "model.". "" if nothing.
+        bare_prefix (str): The prefix of cells' names that the file of a bare model omits (AutoModel's
+            layers.0...): "model."; "" for other files.
     """
 
     tensors: Dict[PartKey, np.ndarray]
@@ -103,7 +103,7 @@ class Adapter:
 
     @property
     def variant(self) -> Variant:
-        """The variant of all its pairs; check_pairs makes sure that it is one."""
+        """The variant of all its pairs; check_pairs ensures that there is one."""
         return registry.of_parts(part for _, part in self.tensors)
 
     def parts(self, path: str) -> Dict[str, np.ndarray]:
@@ -120,7 +120,7 @@ class Adapter:
 
     @property
     def ranks(self) -> Tuple[int, ...]:
-        """The distinct ranks of its pairs, the smallest first."""
+        """The distinct ranks of its pairs, in ascending order."""
         return tuple(sorted({self.rank(path) for path in self.paths}))
 
     def scale(self, path: str) -> float:
@@ -142,14 +142,14 @@ class Adapter:
 
     @property
     def base_tables(self) -> List[str]:
-        """The saved modules that are the base's own weights of adapted cells, as PEFT saves those of embeddings and
+        """The saved modules that hold the base's own weights of adapted cells, which PEFT saves for embeddings and
         heads without naming them in modules_to_save."""
         adapted = set(self.paths)
         return [name for name in self.saved_modules if name.rpartition(".")[0] in adapted]
 
     @property
     def trained_modules(self) -> List[str]:
-        """The saved modules that replace the base's: those that no pair is on."""
+        """The saved modules that replace the base's: those without a pair."""
         tables = set(self.base_tables)
         return [name for name in self.saved_modules if name not in tables]
 
@@ -170,15 +170,15 @@ class Adapter:
         return parts.get(registry.of_parts(parts).row_norms)
 
     def narrow(self, path: str, in_channels: Optional[int]) -> None:
-        """Gives an A that all cells share the columns of the cell at ``path``; None keeps those that there are."""
+        """Cuts an A that all cells share to the columns of the cell at ``path``; None keeps all columns."""
         variant = registry.of_parts(self.parts(path))
         if not variant.own_pair and in_channels is not None:
             self.tensors[path, "A"] = variant.columns_of(self.tensors[path, "A"], in_channels)
 
     def stored_tensors(self) -> Dict[PartKey, np.ndarray]:
-        """Returns the tensors as a file holds them: without an A and B that are not the cells' own.
+        """Returns the tensors as a file holds them: without a shared A and B for each cell.
 
-        Those that all cells share are in it once, the largest, under the keys SHARED.
+        Shared matrices are stored once, at their largest size, under the keys SHARED.
         """
         variant = self.variant
         stored = {key: array for key, array in self.tensors.items() if key[1] in variant.own_parts}
@@ -187,7 +187,7 @@ class Adapter:
         return stored
 
     def complete_pairs(self, source: str) -> None:
-        """Gives each cell the A and B that a file does not hold for it alone: the reverse of stored_tensors.
+        """Gives each cell its A and B from those that a file holds once: the inverse of stored_tensors.
 
         Raises MissingTensorsError if VeRA's vectors lack A or B, ShapeMismatchError if B lacks rows of a cell.
         """
@@ -245,7 +245,7 @@ class Adapter:
         self.alphas = {path: float(alpha) for path in self.paths}
 
     def check_pairs(self, source: str, declared: Optional[Dict[str, int]] = None) -> None:
-        """Checks that each A has its B and that their shapes agree with each other and with ``declared``, path -> rank.
+        """Checks that each A has its B and that their shapes agree, also with ``declared``, path -> rank.
 
         Raises:
             MissingTensorsError: Half of a pair is missing, or some cells have a magnitude and others do not.
@@ -313,7 +313,7 @@ class Adapter:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Returns whether no element is NaN or infinite; whole numbers never are."""
+    """Returns whether no element is NaN or infinite; True for integers."""
     array = to_float32(array)
     # If an element is NaN or infinite, so is the sum: one pass without a mask as large as the array. Large finite
     # elements can overflow it too, so then a second pass decides.

@@ -1,4 +1,4 @@
-"""Combines several adapters of one base into one: PEFT's add_weighted_adapter, in NumPy and without a network."""
+"""Combines several adapters of one base into one, as PEFT's add_weighted_adapter does, in NumPy, without a network."""
 
 import math
 from typing import Callable, Dict, List, Optional, Tuple
@@ -15,7 +15,7 @@ from mindlora.files.adapters.adapter import Adapter, listed_parts
 from mindlora.files.adapters.expert_pairs import single_paths, stacked_paths
 from mindlora.files.adapters.spectrum import pair_svd
 
-# Method -> (how to prune each tensor, how to merge the stack [n, ...] of n adapters), by the names in _rule. Without
+# Method -> (pruning of each tensor, merging of the stack [n, ...] of n adapters), by the names in _rule. Without
 # `_svd` it is applied to A and to B, with `_svd` to the products B A.
 _RECIPES = {
     "linear": ("keep", "add"),
@@ -65,7 +65,7 @@ def combine_adapters(
       scale B_i A_i with weights[i], and then svd. They form a matrix [out, in] and take its full svd, path by path:
       minutes for each cell of a large model.
 
-    Stacked experts are combined expert by expert, each as a cell of its own; PEFT refuses them.
+    Stacked experts are combined one by one, each as a separate cell; PEFT refuses them.
 
     Two things differ from PEFT: the result never has use_rslora, whereas PEFT keeps that of the first adapter and so
     scales the result by sqrt(r); and ``method`` applies even to a single adapter, whereas PEFT then uses linear.
@@ -136,7 +136,7 @@ def _combined_cell(path: str, adapters: List[Tuple[Adapter, float]], rule: _Rule
 
 
 def _rule(method: str, density: Optional[float], majority_sign: str, random: np.random.Generator) -> _Rule:
-    """Returns the function (pairs, weights, scales, rank) -> pair that carries out ``method``."""
+    """Returns the function (pairs, weights, scales, rank) -> pair that computes ``method``."""
     if method == "cat":
         return _cat
     if method == "svd":
@@ -200,7 +200,7 @@ def _add(stack: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _elect(stack: np.ndarray, weights: np.ndarray, majority_sign: str) -> np.ndarray:
-    """Returns the mean over the tensors that have the elected sign; zero where none has it."""
+    """Returns the mean over the tensors that have the elected sign; zero if none has it."""
     votes = stack if majority_sign == "total" else np.sign(stack)
     elected = np.where(votes.sum(axis=0) >= 0, np.float32(1), np.float32(-1))
     agrees = np.sign(stack) == elected
@@ -295,7 +295,7 @@ def _check_adapters(adapters: List[Adapter]) -> None:
         adapter.check_finite(label)
         for path in adapter.paths:
             adapter.scale(path)
-            # [out, in], of stacked experts [experts, out, in].
+            # [out, in], or [experts, out, in] for stacked experts.
             size = [*adapter.tensors[path, "B"].shape[:-1], adapter.tensors[path, "A"].shape[-1]]
             other, first_size = sizes.setdefault(path, (number, size))
             if size != first_size:
@@ -313,7 +313,7 @@ def _check_adapters(adapters: List[Adapter]) -> None:
 
 
 def _base_tables(adapters: List[Adapter]) -> Dict[str, np.ndarray]:
-    """Returns the base's own tables that are beside pairs; raises AdapterError if two adapters have different ones."""
+    """Returns the base's own tables stored beside pairs; raises AdapterError if they differ between adapters."""
     tables: Dict[str, np.ndarray] = {}
     for number, adapter in enumerate(adapters, 1):
         for name in adapter.base_tables:
@@ -327,7 +327,7 @@ def _base_tables(adapters: List[Adapter]) -> Dict[str, np.ndarray]:
 
 
 def _check_expert_forms(adapters: List[Adapter]) -> None:
-    """Raises AdapterError if pairs of the same experts would stay apart, since some are stacked and others single."""
+    """Raises AdapterError if pairs of the same experts cannot be added because some are stacked and others single."""
     stacked = single = ""
     for number, adapter in enumerate(adapters, 1):
         for path in stacked_paths(adapter)[:1]:

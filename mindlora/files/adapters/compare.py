@@ -1,4 +1,4 @@
-"""How two adapter files differ: in settings, in tensors, and cell by cell in A, B and scale B A."""
+"""The differences of two adapter files: in settings, in tensors, and cell by cell in A, B and scale B A."""
 
 import dataclasses
 from typing import Callable, Dict, Optional, Tuple
@@ -99,7 +99,7 @@ class DiffReport:
 def compare_adapters(
     first: str, second: str, *, alpha: Optional[float] = None, allow_pickle: bool = False
 ) -> DiffReport:
-    """Reports how two adapters differ, whatever their forms.
+    """Reports how two adapters of any form differ.
 
     Args:
         first, second (str): As for adapter_files.read.
@@ -187,7 +187,7 @@ def _difference(one: Optional[np.ndarray], two: Optional[np.ndarray]) -> Optiona
 
 
 def _settings(adapter: Adapter) -> Dict[str, str]:
-    """Returns what a file says about itself, as strings that can be compared."""
+    """Returns a file's settings as strings that can be compared."""
 
     def over_cells(value: Callable[[str], float]) -> str:
         return numbers(different(value(path) for path in adapter.paths if path in adapter.alphas)) or UNKNOWN

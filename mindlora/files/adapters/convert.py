@@ -1,4 +1,4 @@
-"""convert_adapter: turns an adapter of any known form into any that can be written."""
+"""convert_adapter: turns an adapter of any known form into any form that can be written."""
 
 import dataclasses
 import os
@@ -23,10 +23,10 @@ EXPERT_FORMS = ("stacked", "single")
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Sizes of the model's attention, which splitting and joining its cells need; None for those that are not known.
+    """Sizes of the model's attention, needed to split and join its cells; None for unknown sizes.
 
-    ``q_rank`` is q_lora_rank of DeepSeek-V3. ``layouts`` says of a joined cell, such as w_qkv, how the model orders its
-    rows, if not as its record says.
+    ``q_rank`` is q_lora_rank of DeepSeek-V3. ``layouts`` maps a joined cell, such as w_qkv, to the model's order of its
+    rows, if that differs from its record.
     """
 
     heads: Optional[int] = None
@@ -38,9 +38,9 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertAdapterReport:
-    """What convert_adapter read and wrote: paths and forms, the counts of what was written, and the pairs' settings.
+    """The result of convert_adapter: paths and forms read and written, counts, and the pairs' settings.
 
-    ``left_out`` names the base's own tables that the file had beside pairs and that the form has no place for.
+    ``left_out`` names the base's own tables that the file held and the new form has no place for.
     """
 
     source: str
@@ -65,7 +65,7 @@ class ConvertAdapterReport:
 
 
 def pairs_in_words(pairs: int, ranks: Sequence[int], alphas: Sequence[float], saved_modules: int) -> str:
-    """Returns what a written adapter holds, for reports: counts of pairs and of parameters, the distinct values."""
+    """Returns the contents of a written adapter for reports: counts of pairs and parameters, distinct settings."""
     modules = f" and {saved_modules} parameters of saved modules" if saved_modules else ""
     ranks_in_words = ", ".join(map(str, ranks))
     alphas_in_words = ", ".join(f"{alpha:g}" for alpha in alphas)
@@ -90,10 +90,10 @@ def convert_adapter(
     """Writes the adapter at ``source`` in another form, with every value the same bit for bit.
 
     The exceptions are pairs of different scales that share one afterwards, in a joined pair (``concatenate``) or in
-    forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. So they are for "pynative",
-    which takes a whole number, where lora_alpha is none. In "mcore" and "pynative", which have one rank for all cells,
+    forms "slora", "mcore" and "pynative": their B are rescaled and rounded to their dtype. So are the B for "pynative"
+    where lora_alpha must be a whole number and is not. In "mcore" and "pynative", which have one rank for all cells,
     pairs of a smaller rank get zeros, which are taken off again when the file is read. A convolution in three matrices
-    (kohya's lora_mid) becomes one in two. A GGUF file has all values in float32, one scale, and llama.cpp's order of
+    (kohya's lora_mid) becomes one in two. A GGUF file has float32 values, one scale, and llama.cpp's order of
     rows.
 
     Args:
@@ -102,23 +102,23 @@ def convert_adapter(
         to (str): "peft", "mindformers", "ckpt", "slora", "mcore", "pynative", "diffusers" or "kohya", as in
             adapter_files.write; "gguf" for llama.cpp (see adapters.llama_cpp.write).
         lora_alpha (float): For a source that does not state it. Default: None.
-        heads (Heads): Needed if w_qkv is split (for "peft") or joined, and for "gguf" of a Llama, unless
-            ``base_config`` says them, or the adapter's base is a folder here. Default: nothing known.
+        heads (Heads): Needed if w_qkv is split (for "peft") or joined, and for a Llama's "gguf", unless
+            ``base_config`` has them, or the adapter's base is a local folder. Default: nothing known.
         concatenate (bool): Join the pairs of wq, wk, wv into one of w_qkv, and those of w1, w3 into one of
             w_gate_hidden, for a model that was built with qkv_concat: True. Default: False.
         allow_pickle (bool): Whether a .bin may be read. Default: False.
         overwrite (bool): Whether ``output`` may be replaced. Default: False.
         part (str): The part of Stable Diffusion to convert, "unet", "text_encoder" or "text_encoder_2"; for a source
-            whose paths do not say what they are of, the part that they are. Default: None, all parts.
-        target_paths (str): Text file with the paths of the network's cells, one in a line, for a source in kohya's
+            whose paths do not name their part, the part itself. Default: None, all parts.
+        target_paths (str): Text file with the paths of the network's cells, one per line, for a source in kohya's
             form of a model that mindlora does not know. Default: None.
-        architecture (str): The kind of the base, as model_type in its config.json, such as qwen3. Default: None, which
-            takes it from the base's folder, its name or the adapter's cells; a Llama, if none of them tells.
-        experts (str): "stacked" for one pair for each of the two weights in which a layer's routed experts are stacked,
-            "single" for pairs of each expert by itself. Default: None, as they are in ``source``; stacked for
+        architecture (str): The model_type in the base's config.json, such as qwen3. Default: None, which
+            takes it from the base's folder, its name or the adapter's cells; a Llama if none of them decides.
+        experts (str): "stacked" for one pair per stacked weight of a layer's routed experts,
+            "single" for pairs of each expert. Default: None, as in ``source``; stacked for
             "mindformers", "ckpt" and "pynative", which have no others.
-        base_config (mapping): The content of the base's config.json, which says its kind and sizes where
-            ``architecture`` and ``heads`` do not. Default: None, that of the adapter's base, if it is a folder here.
+        base_config (mapping): The content of the base's config.json, which gives its kind and sizes where
+            ``architecture`` and ``heads`` do not. Default: None, that of the adapter's base if it is a local folder.
 
     Returns:
         ConvertAdapterReport.
@@ -133,7 +133,7 @@ def convert_adapter(
     parts.check_part(part)
     # A GGUF file has the cells of PEFT's folder.
     form = FORMS[peft.Peft.form if is_gguf else to]
-    # What PEFT's form alone has a place for.
+    # Parts that only PEFT's form has a place for.
     extras = Extras(token_rows=to == peft.Peft.form, invocation_tokens=to == peft.Peft.form)
     wanted = parts.Wanted(part, parts.read_paths(target_paths))
     adapter = adapter_files.read(source, allow_pickle, wanted, extras)
@@ -168,11 +168,11 @@ def _check_output(output: str, to: str) -> None:
 def _named_for(
     form: Dialect, adapter: Adapter, source: str, architecture: Optional[str], base_config: Optional[Mapping[str, Any]]
 ) -> KnownBase:
-    """Gives the cells of an adapter the names that a form is written from, and returns what is known of its base."""
+    """Renames an adapter's cells to the names from which a form is written, and returns what is known of its base."""
     if form.world:
         parts.of_one_model(adapter, source)
     if form.world in (HF, MCORE):
-        # A checkpoint of an mcore network has its own paths.
+        # A checkpoint of an mcore network keeps its own paths.
         rename(adapter, names.canonical(adapter.paths))
     base = known_base(adapter, architecture, base_config)
     kind = base.architecture
@@ -188,14 +188,14 @@ def _named_for(
 
 
 def _concatenate(adapter: Adapter, heads: Heads, form: Dialect, to: str) -> None:
-    """Joins all pairs that can be, for a model with qkv_concat."""
+    """Joins all pairs that can be joined, for a model with qkv_concat."""
     if form.world == HF:
         raise AdapterError(f"PEFT has no joined modules: leave concatenate (--concat) out for format {to!r}.")
     _join_all(adapter, heads, adapter.paths)
 
 
 def _leave_base_tables(adapter: Adapter) -> Tuple[str, ...]:
-    """Takes the base's own tables off an adapter, for a form that has no place for them, and returns their names."""
+    """Removes the base's own tables from an adapter, for a form that has no place for them, and returns their names."""
     tables = tuple(adapter.base_tables)
     for name in tables:
         del adapter.saved_modules[name]
@@ -222,8 +222,8 @@ def check_free(source: str, output: str, overwrite: bool) -> None:
 
 
 def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
-    """Returns ``heads`` with what it lacks taken from Hugging Face's config.json."""
-    # Without head_dim, the rows of the weights tell the size of a head: not every model's is hidden_size / heads.
+    """Returns ``heads`` with missing sizes taken from Hugging Face's config.json."""
+    # Without head_dim, the rows of the weights give the size of a head, which need not be hidden_size / heads.
     return dataclasses.replace(
         heads,
         heads=heads.heads or config.get("num_attention_heads"),
@@ -234,7 +234,7 @@ def _completed(heads: Heads, config: Dict[str, Any]) -> Heads:
 
 
 def with_cells_of(adapter: Adapter, to: str, heads: Heads) -> Adapter:
-    """Returns ``adapter``, which may be changed, with joined cells split or joined as the form ``to`` has them."""
+    """Returns ``adapter``, which may be changed, with cells split or joined as in the form ``to``."""
     world = FORMS[to].world
     if world == HF:
         split_all(adapter, heads)
@@ -244,7 +244,7 @@ def with_cells_of(adapter: Adapter, to: str, heads: Heads) -> Adapter:
 
 
 def split_all(adapter: Adapter, heads: Heads) -> None:
-    """Gives ``adapter`` the cells of Hugging Face's model: joined cells that it lacks are split, and parts joined."""
+    """Gives ``adapter`` the cells of Hugging Face's model: splits joined cells that it lacks, and joins parts."""
     for path in adapter.paths:
         if names.joined_parts(path) and not names.in_hugging_face(path):
             layout = heads.layouts.get(names.joined_cell(path).name)
@@ -256,13 +256,13 @@ def split_all(adapter: Adapter, heads: Heads) -> None:
 
 
 def _join_all(adapter: Adapter, heads: Heads, paths: Iterable[str]) -> None:
-    """Replaces the pairs at ``paths``, as far as they are of members of joined cells, by one for each joined cell."""
+    """Replaces those pairs at ``paths`` that are members of joined cells by one pair for each joined cell."""
     for path in dict.fromkeys(filter(None, map(names.joined_path, paths))):
         _join_into(adapter, path, names.joined_cell(path), heads)
 
 
 def _join_into(adapter: Adapter, path: str, cell: JoinedCell, heads: Heads) -> None:
-    """Replaces the pairs of the members of the joined ``cell`` at ``path`` by one."""
+    """Replaces the pairs of the members of the joined ``cell`` at ``path`` by one pair."""
     members = names.joined_parts(path)
     rows = {member: len(adapter.tensors[member, "B"]) for member in members if (member, "B") in adapter.tensors}
     counts = [rows.get(member) for member in members]

@@ -1,7 +1,7 @@
-"""Pairs of single experts to one stacked pair for each of a layer's two weights, and back.
+"""Stacks pairs of single experts into one pair for each of a layer's two weights, and splits them again.
 
 A layer's experts are stacked in two weights: gate_up_proj (gate_proj's rows before up_proj's) and down_proj. Their
-pairs are A [experts, r, in] and B [experts, out, r]; those of a single expert are A [r, in] and B [out, r] each of
+pairs are A [experts, r, in] and B [experts, out, r]; pairs of a single expert are A [r, in] and B [out, r] for each of
 gate_proj, up_proj and down_proj.
 """
 
@@ -29,7 +29,7 @@ def single_paths(adapter: Adapter) -> List[str]:
 
 
 def is_single(path: str) -> bool:
-    """Returns whether ``path`` is a single expert's."""
+    """Returns whether ``path`` belongs to a single expert."""
     return _SINGLE.match(path) is not None
 
 
@@ -39,7 +39,7 @@ def stacked_paths(adapter: Adapter) -> List[str]:
 
 
 def stack_pairs(adapter: Adapter) -> None:
-    """Replaces the pairs of single experts in ``adapter`` by stacked ones, which do the same.
+    """Replaces the pairs of single experts in ``adapter`` by equivalent stacked ones.
 
     If gate_proj and up_proj share one A in every expert, the stacked pair has their rank; otherwise it has the sum of
     their ranks, A = [A_gate; A_up], and B is block-diagonal. Where scales differ, B is rescaled and rounded.
@@ -73,9 +73,9 @@ def stack_pairs(adapter: Adapter) -> None:
 
 
 def unstack_pairs(adapter: Adapter) -> None:
-    """Replaces stacked pairs in ``adapter`` with pairs of single experts: the reverse of stack_pairs.
+    """Replaces stacked pairs in ``adapter`` with pairs of single experts: the inverse of stack_pairs.
 
-    If gate_proj and up_proj use one half of the rank each, in every expert, each gets its half; otherwise both have the
+    If gate_proj and up_proj use separate halves of the rank in every expert, each gets its half; otherwise both get the
     whole A.
     """
     for path in stacked_paths(adapter):
@@ -124,7 +124,7 @@ def _stack(adapter: Adapter, path: str, paths: List[str], members: int) -> None:
 
 
 def _of_one_scale(adapter: Adapter, paths: List[str]) -> List[Pair]:
-    """Returns A and B at each path, with B for the scale of the first; in float32 if they have several dtypes."""
+    """Returns A and B at each path, with B rescaled to the scale of the first; in float32 if dtypes differ."""
     pairs = [(adapter.tensors[path, "A"], adapter.tensors[path, "B"]) for path in paths]
     if len({array.dtype for pair in pairs for array in pair}) > 1:
         pairs = [(to_float32(a), to_float32(b)) for a, b in pairs]
@@ -151,7 +151,7 @@ def _joined_rows(stacks: List[Pair], path: str) -> Pair:
 
 
 def _split_rows(a: np.ndarray, b: np.ndarray, members: int) -> List[Pair]:
-    """Returns the pairs of the ``members`` cells that a stacked weight joins by rows: the reverse of _joined_rows."""
+    """Returns the pairs of the ``members`` cells that a stacked weight joins by rows: the inverse of _joined_rows."""
     if members == 1:
         return [(a, b)]
     gate, up = np.split(b, 2, axis=1)

@@ -1,4 +1,4 @@
-"""Adapter files without a network: reading and writing every form in dialects.registry."""
+"""Reads and writes adapter files in every form of dialects.registry, without a network."""
 
 import contextlib
 import dataclasses
@@ -33,9 +33,9 @@ def read(
             .safetensors, .ckpt or .bin file of these or of kohya.
         allow_pickle (bool): Whether a .bin may be read. It is a pickle; only tensors are taken from it and nothing in
             it is run. Default: False.
-        wanted (Wanted): Which part of a Stable Diffusion adapter, and for a network with which paths. Default: all of
-            it, for any.
-        extras (Extras): What of PEFT's the caller can take besides plain pairs. Default: nothing.
+        wanted (Wanted): The part of a Stable Diffusion adapter to read, and the network's paths. Default: all of
+            it, for any network.
+        extras (Extras): Features of PEFT that the caller supports besides plain pairs. Default: none.
 
     Returns:
         Adapter, whose pairs are complete and have the declared ranks. If it is Stable Diffusion's, its paths begin with
@@ -43,8 +43,8 @@ def read(
 
     Raises:
         AdapterFormatError: There is nothing readable at ``path``, it holds no LoRA tensor, its configuration is not
-            supported, or it is of a form that is known and not read.
-        AdapterError: There is nothing of the wanted part in it.
+            supported, or its form is known but not read.
+        AdapterError: It holds no tensor of the requested part.
         TruncatedAdapterError: The file ends before its content does.
         UnexpectedTensorsError: A PEFT file holds tensors that are neither LoRA's nor of modules_to_save.
         MissingTensorsError, ShapeMismatchError, RankMismatchError: A pair is incomplete, or its shapes do not agree.
@@ -75,7 +75,7 @@ def read_adapters(
 ) -> List[Adapter]:
     """Returns the adapters at ``paths``, with ``alpha`` for those whose file does not state lora_alpha.
 
-    The other arguments are those of ``read``. Raises ScaleMismatchError if ``alpha`` is given and every file states it.
+    The other arguments are as in ``read``. Raises ScaleMismatchError if ``alpha`` is given and every file states it.
     """
     progress = tqdm(paths, desc="reading", delay=1, leave=False, disable=None)
     adapters = [read(path, allow_pickle, wanted, extras) for path in progress]
@@ -87,7 +87,7 @@ def read_adapters(
 
 
 def adapter_of_tensors(tensors: Mapping[str, np.ndarray], metadata: Dict[str, Any], source: str) -> Adapter:
-    """Returns the adapter that arrays under MindFormers' or PEFT's names make up; raises as ``read`` does.
+    """Returns the adapter made of arrays under MindFormers' or PEFT's names; raises as ``read`` does.
 
     ``metadata`` is as adapters.metadata.parse returns it; "whole" names the parameters of saved modules.
     """
@@ -111,7 +111,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
     Raises:
         LoraError: ``to`` is unknown or does not suit ``path``, ``path`` is a folder that holds more than an adapter, or
             the form cannot hold some part of the adapter.
-        ScaleMismatchError: lora_alpha is not known.
+        ScaleMismatchError: lora_alpha is unknown.
         NotFiniteError: A tensor holds NaN or infinity.
     """
     check_adapter_output(path, to)
@@ -120,7 +120,7 @@ def write(adapter: Adapter, path: str, to: str = "peft") -> None:
 
 
 def check_complete(adapter: Adapter, path: str) -> None:
-    """Raises AdapterError unless an adapter that is to be written to ``path`` has pairs, finite, of known scale."""
+    """Raises AdapterError unless the adapter to write to ``path`` has finite pairs of known scale."""
     if not adapter.tensors:
         raise AdapterError(f"The adapter for {path} holds no pair A and B: give one that adapts at least one cell.")
     adapter.check_finite("The adapter")
@@ -129,17 +129,17 @@ def check_complete(adapter: Adapter, path: str) -> None:
 
 
 def write_folder(adapter: Adapter, path: str) -> None:
-    """Writes an adapter as a folder that the library of its models loads: PEFT's, or of Stable Diffusion diffusers'.
+    """Writes an adapter as a folder for its models' library: PEFT, or diffusers for Stable Diffusion.
 
-    PEFT's form holds one network, diffusers' those of a pipeline. Raises as ``write`` does.
+    PEFT's form holds one network, diffusers' the networks of a pipeline. Raises as ``write`` does.
     """
     write(adapter, path, to="diffusers" if parts.found_in(adapter.paths) else "peft")
 
 
 def check_adapter_output(path: str, to: str) -> None:
-    """Raises LoraError if ``to`` is not in FORMS, or ``path`` is not one that this form can be written to.
+    """Raises LoraError if ``to`` is not in FORMS, or this form cannot be written to ``path``.
 
-    Writing replaces a folder with all that is in it, so one without an adapter, or with folders in it, is refused.
+    Writing replaces a folder and its contents, so a folder without an adapter, or with subfolders, is refused.
     """
     if to not in FORMS:
         raise LoraError(f"format is {to!r}, which is not known.{suggestion(str(to), list(FORMS))}")
@@ -202,7 +202,7 @@ def _weights_in(folder: str) -> str:
 
 
 def _settings_beside(weights: str, path: str, extras: Extras) -> Dict[str, Any]:
-    """Returns the fields of File that another file beside the weights gives, if that is the adapter's."""
+    """Returns the fields of File from another file beside the weights, if it belongs to the adapter."""
     folder, name = os.path.split(weights)
     config = os.path.join(folder, peft.CONFIG_FILE)
     if (

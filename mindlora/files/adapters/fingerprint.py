@@ -12,17 +12,17 @@ from mindlora.files.adapters.joined_pairs import joined_weight
 from mindlora.models import names
 from mindlora.models.architectures.joined_rows import PartAfterPart, QueryKeyValueInTurn, RowLayout
 
-# What load_lora and a YAML may ask for where an adapter was trained on another base.
+# Reactions of load_lora and a YAML to an adapter that was trained on another base.
 ON_BASE_MISMATCH = ("error", "warn", "ignore")
-# Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, tell bases apart.
+# Reading every weight of a 7B base back from the device takes seconds; a few, evenly spread, identify it.
 _SAMPLED_WEIGHTS = 8
 _SAMPLES_PER_WEIGHT = 1024
-# One of two copies of a base was rounded to one of these, if their dtypes differ.
+# If two copies of a base differ in dtype, one of them was rounded to one of these.
 _ROUNDED = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
 
 
 def sampled_paths(paths: Iterable[str]) -> List[str]:
-    """Returns those of ``paths`` whose weights are sampled."""
+    """Returns the paths whose weights are sampled."""
     ordered = sorted(paths)
     count = min(_SAMPLED_WEIGHTS, len(ordered))
     indices = {round(index) for index in np.linspace(0, len(ordered) - 1, count)}
@@ -36,9 +36,9 @@ def sampled_elements(weight: np.ndarray) -> np.ndarray:
 
 
 def sampled_elements_of_rows(parts: Sequence[np.ndarray], order: np.ndarray) -> np.ndarray:
-    """Returns sampled_elements of the weight that has the rows of ``parts`` in another order, without making it.
+    """Returns sampled_elements of the weight with the rows of ``parts`` in another order, without building it.
 
-    ``order`` holds for each of its rows the number of that row in the parts, counted one part after the other.
+    ``order`` holds, for each of its rows, the row's number in the parts, counted one part after the other.
     """
     rows, columns = np.divmod(_sampled_places(len(order) * parts[0].shape[1]), parts[0].shape[1])
     rows = order[rows]
@@ -70,7 +70,7 @@ def fingerprint_from(shapes: Dict[str, Tuple[int, ...]], samples: Dict[str, np.n
     dtypes = {array.dtype for array in samples.values()}
     if len(dtypes) == 1 and dtypes <= set(FLOATS):
         fingerprint["dtype"] = dtype_name(dtypes.pop())
-        # What overflows becomes infinity, in both copies.
+        # Numbers that overflow become infinity in both copies.
         with np.errstate(over="ignore"):
             for name, dtype in _ROUNDED.items():
                 fingerprint[name] = _hash_of([to_float32(from_float32(array, dtype)) for array in arrays])
@@ -89,7 +89,7 @@ def _digits(value):
 
 
 def forms_that_differ(stored: dict, current: dict) -> Optional[Tuple[str, str]]:
-    """Returns how the two bases are quantized ("float": not at all) if their values cannot be compared, or None.
+    """Returns the quantization of the two bases ("float": none) if their values cannot be compared, or None.
 
     ``stored`` is the adapter's fingerprint and ``current`` that of this base. LoftQ changes the base itself, so an
     adapter trained on LoftQ's base suits no other base; then values are compared.
@@ -99,12 +99,12 @@ def forms_that_differ(stored: dict, current: dict) -> Optional[Tuple[str, str]]:
 
 
 def forms_of(stored: dict, current: dict) -> Tuple[str, str]:
-    """Returns in which form the weights were that each of two fingerprints is of: "float", "nf4" or "loftq"."""
+    """Returns the forms of the weights under two fingerprints: "float", "nf4" or "loftq"."""
     return stored.get("quantization", "float"), current.get("quantization", "float")
 
 
 def base_difference(stored: dict, current: dict, exact: bool = False) -> str:
-    """Returns in words how two fingerprints differ, or "" if they agree.
+    """Returns a sentence on how two fingerprints differ, or "" if they agree.
 
     With ``exact``, a copy in another dtype is another base.
     """
@@ -116,21 +116,21 @@ def base_difference(stored: dict, current: dict, exact: bool = False) -> str:
 
 
 def _are_copies(stored, current):
-    """Whether the two are one base in two dtypes: equal once the other one is rounded as the narrower one was."""
+    """Returns whether the two are one base in two dtypes: equal once the wider one is rounded like the narrower one."""
     dtypes = {stored.get("dtype"), current.get("dtype")}
     return None not in dtypes and len(dtypes) == 2 and any(stored.get(name) == current.get(name) for name in _ROUNDED)
 
 
-# Fingerprints of a base whose cells are apart, as its networks were trained that have some of them joined.
+# Fingerprints of a base with separate cells, as networks had it in training that join some of them.
 
 # The orders of rows in which MindFormers' mcore models train, as use_contiguous_weight_layout_attention and
-# use_interleaved_weight_layout_mlp ask for them: name of a joined cell -> its layout, if not its record's.
+# use_interleaved_weight_layout_mlp select them: name of a joined cell -> its layout, if not its record's.
 _QKV, _GATE_UP = {"linear_qkv": QueryKeyValueInTurn()}, {"linear_fc1": PartAfterPart()}
 ROW_ORDERS: Tuple[Mapping[str, RowLayout], ...] = ({}, _QKV, _GATE_UP, {**_QKV, **_GATE_UP})
 
 
 def mcore_path(path: str) -> str:
-    """Returns the path in mcore of the cell that computes what the one at ``path`` does."""
+    """Returns the path of mcore's cell for the one at ``path``."""
     legacy = names.to_mindformers(path)
     return names.to_mcore(names.joined_path(legacy) or legacy)
 
@@ -138,7 +138,7 @@ def mcore_path(path: str) -> str:
 def sample_of_joined(
     path: str, parts: Sequence[np.ndarray], kv_heads: Optional[int], layouts: Mapping[str, RowLayout]
 ) -> np.ndarray:
-    """Returns sampled_elements of the weight of the joined cell at ``path``, in mcore, from those of its parts."""
+    """Returns sampled_elements of the joined cell's weight at ``path``, in mcore, from its parts' elements."""
     if len(parts) == 1:
         return sampled_elements(parts[0])
     rows = [len(part) for part in parts]
@@ -150,15 +150,15 @@ def sample_of_joined(
 def fingerprints_of_checkpoint(
     paths: Sequence[str], shapes: Mapping[str, Shape], read: Callable[[str], np.ndarray], kv_heads: Optional[int]
 ) -> Iterator[dict]:
-    """Yields the fingerprints of a base in files under an adapter, one for each way in which it can have been trained.
+    """Yields the fingerprints of a base in files under an adapter, one for each possible form in training.
 
-    They are those of the cells as the files have them, of the legacy models' joined cells, and of mcore's in each order
-    of rows; those for which the base lacks a weight, or whose rows cannot be joined, are left out.
+    These are the fingerprints of the cells as in the files, of the legacy models' joined cells, and of mcore's in each
+    order of rows, except forms for which the base lacks a weight or whose rows cannot be joined.
 
     Args:
         paths (sequence of str): The adapted cells (MindFormers' names).
         shapes (mapping): Path -> shape of the base's weight there.
-        read (callable): Takes a path, and returns the weight. It is called for the sampled ones alone.
+        read (callable): Takes a path, and returns the weight. It is called only for sampled weights.
         kv_heads (int): Key-value heads, if known.
     """
     yield from _fingerprints({path: [path] for path in paths}, shapes, read, kv_heads)
@@ -192,6 +192,6 @@ def _fingerprints(
         try:
             samples = {path: sample_of_joined(path, parts, kv_heads, layouts) for path, parts in weights.items()}
         except LoraError:
-            # The rows of a joined cell need what is not known of the base.
+            # The rows of a joined cell need sizes of the base that are unknown.
             continue
         yield fingerprint_from(sizes, samples)

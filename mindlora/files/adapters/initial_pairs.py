@@ -1,6 +1,6 @@
 """Initial pairs: the A0 and B0 whose product an initializer such as PiSSA subtracts from the base.
 
-With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: what is trained on W' is a
+With W' = W - scale B0 A0 in place of W, W' x + scale B A x = W x + scale [B, -B0] [A; A0] x: a pair trained on W' is a
 plain LoRA of twice the rank on W.
 """
 
@@ -24,8 +24,8 @@ class Base(NamedTuple):
 
     Attributes:
         weight_of (callable): Takes a path; returns its weight [out, in], float32.
-        rows_of (callable): Takes the path of a joined cell or of a part of one; returns the number of key-value heads
-            and how the joined cell orders its rows, or None for what is not known or as its record says.
+        rows_of (callable): Takes the path of a joined cell or of its part; returns the number of key-value heads
+            and the joined cell's order of rows; None if unknown, or as in its record.
     """
 
     paths: Collection[str]
@@ -34,9 +34,9 @@ class Base(NamedTuple):
 
 
 def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
-    """Makes the pair at ``path``, for the changed base, one for the original base, [A; A0] and [B, -B0], in place.
+    """Turns the pair at ``path``, for the changed base, into one for the original base, [A; A0] and [B, -B0], in place.
 
-    Its scale stays. Where lora_alpha is not known, B is multiplied instead, so that it is that of the trained pair.
+    Its scale stays the same. Where lora_alpha is unknown, B is rescaled instead.
     """
     arrays = [adapter.tensors[path, "A"], a, adapter.tensors[path, "B"], b]
     if arrays[0].dtype != a.dtype or arrays[2].dtype != b.dtype:
@@ -50,15 +50,15 @@ def append(adapter: Adapter, path: str, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def complete(adapter: Adapter, base: Base) -> None:
-    """Makes a plain LoRA of an adapter that PEFT saved as PiSSA, OLoRA or KaSA trained it; does nothing to any other.
+    """Converts an adapter that PEFT saved as PiSSA, OLoRA or KaSA trained it to plain LoRA; leaves others alone.
 
-    As PEFT does when it loads one, the initial pairs are computed again from the base, in float32. Only linear cells
-    have them, and none whose own weight is in the file (an adapted output head): that is the changed one. Pairs for
-    which the base has no weight, or one of another shape, stay as they are: matching refuses them. The adapter's pairs
-    are not joined or split yet.
+    As when PEFT loads one, the initial pairs are computed again from the base, in float32. Only linear cells
+    have them, except cells whose own, changed weight is in the file (an adapted output head). Pairs for
+    which the base has no weight, or one of another shape, are unchanged: matching refuses them. The adapter's pairs
+    must not be joined or split yet.
 
-    Raises LoraError if a weight is not finite, smaller than the rank, or of a single expert where the base has those
-    stacked, and if the rows of a joined weight cannot be told apart.
+    Raises LoraError if a weight is not finite, smaller than the rank, or a single expert's where the base has stacks,
+    and if the rows of a joined weight cannot be separated.
     """
     name = adapter.initializer
     if name is None:
@@ -77,12 +77,12 @@ def complete(adapter: Adapter, base: Base) -> None:
             )
         append(adapter, path, *initializers.of_base(name, weight, adapter.rank(path), adapter.scale(path)))
     adapter.initializer = None
-    # As what mindlora trains it, which knows no KaSA.
+    # The initializer that mindlora would train; it has no KaSA.
     adapter.initialization = name if initializers.changes_base(name) else None
 
 
 def _weight_of(base: Base, adapter: Adapter, path: str, joined: Optional[str]) -> Optional[np.ndarray]:
-    """Returns the weight that the pair at ``path`` is for, put together of rows of others where the base has it so;
+    """Returns the weight for the pair at ``path``, assembled from rows of other weights where the base stores it so;
     None if the base has no such weight."""
     if path in base.paths:
         return base.weight_of(path)

@@ -1,4 +1,4 @@
-"""What an adapter file holds: its settings, the norms of its cells, and what is likely wrong."""
+"""Inspects an adapter file: its settings, the norms of its cells, and likely faults."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ class CellNorms:
 
     Attributes:
         shape (tuple of int): [out, in] of its weight; for a convolution, in counts each element of the kernel.
-        alpha, scale (float): lora_alpha and the scale that follows from it; None if the file does not state it.
+        alpha, scale (float): lora_alpha and the resulting scale; None if the file does not state it.
         norm_a, norm_b, norm_delta (float): Frobenius norms of A, B and scale B A; None if they are not finite, or the
             scale is not known. With VeRA, the norms are those of diag(lambda_d) A and diag(lambda_b) B, where A is as
             wide as the widest cell, since the file does not say which cells are narrower.
@@ -44,25 +44,25 @@ class CellNorms:
 
 @dataclasses.dataclass(frozen=True)
 class InspectReport:
-    """What an adapter holds.
+    """The contents of an adapter.
 
     Attributes:
         form (str): ``folder``, or the ending of the file.
-        dialect (str): Whose form it is in.
+        dialect (str): The origin of its form.
         ranks, alphas, scales (tuple): The distinct values among the cells.
         use_rslora (bool): Whether the scale is lora_alpha / sqrt(r).
-        variant (str): "LoRA", "DoRA", "VeRA", ...; of DoRA, scale B A is not the whole change.
+        variant (str): "LoRA", "DoRA", "VeRA", ...; with DoRA, scale B A is not the whole change.
         use_dora, use_vera (bool): Whether that is "DoRA" or "VeRA".
         targets (tuple of str): Paths of the cells, with layer numbers combined.
-        tensors, parameters (int): How many there are, saved modules included.
-        tensor_bytes, file_bytes (int): Size of the tensors, and of everything at the path.
-        base_model (str): As the file names it, or None.
+        tensors, parameters (int): Their number, saved modules included.
+        tensor_bytes, file_bytes (int): Size of the tensors, and of all files at the path.
+        base_model (str): Name of the base in the file, or None.
         fingerprint (dict): mindlora's fingerprint of the base, or None.
         saved_modules (tuple of str): Parameters of modules_to_save.
-        warnings (tuple of str): What is likely wrong.
+        warnings (tuple of str): Likely faults.
         allocation (dict): What AdaLoRA had allocated when it saved the adapter, or None (see Adapter).
-        parts (tuple of PartReport): What there is of each part of Stable Diffusion; empty for other models.
-        spectra (tuple of CellSpectrum): The singular values of each cell's change; None if they were not asked for.
+        parts (tuple of PartReport): The contents of each part of Stable Diffusion; empty for other models.
+        spectra (tuple of CellSpectrum): The singular values of each cell's change; None unless requested.
     """
 
     path: str
@@ -136,7 +136,7 @@ def inspect_adapter(
     energy: bool = False,
     target_paths: Optional[str] = None,
 ) -> InspectReport:
-    """Reports what an adapter of any known form holds.
+    """Reports the contents of an adapter of any known form.
 
     Args:
         path (str): As for adapter_files.read.
@@ -198,7 +198,7 @@ def _allocation(allocation: Optional[dict]) -> Iterator[str]:
 
 
 def different(values: Iterable) -> tuple:
-    """Returns the distinct values, sorted; None is left out."""
+    """Returns the distinct values, sorted, without None."""
     return tuple(sorted({value for value in values if value is not None}))
 
 

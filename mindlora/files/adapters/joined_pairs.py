@@ -1,4 +1,4 @@
-"""Pairs of cells that MindFormers joins (qkv_concat): those of wq, wk, wv become one pair of w_qkv, and back.
+"""Joins the pairs of cells that MindFormers joins (qkv_concat), such as wq, wk, wv into w_qkv, and splits them again.
 
 mindlora.models.architectures.joined_rows defines the order of the rows in a joined cell.
 """
@@ -21,13 +21,13 @@ def join_pairs(
 
     A = [A_q; A_k; A_v] and B is block-diagonal. Its rows and DoRA's magnitudes are in the order of the cell's rows. The
     scale stays the same, since lora_alpha grows with the rank. A member without a pair gets rows of zeros. Members that
-    all share one A, as after split_pairs of a pair that was trained as one, become that pair again, with its rank.
+    all share one A, as after split_pairs of a jointly trained pair, become that pair again, with its rank.
 
     Args:
         adapter (Adapter): Changed in place; it holds a pair for at least one of the members.
         path (str): Path that ends in w_qkv or w_gate_hidden.
         kv_heads (int): Number of key-value heads, for w_qkv.
-        layout (RowLayout): How the cell orders its rows; None if as its record says.
+        layout (RowLayout): The cell's order of rows; None for its record's.
 
     Raises ShapeMismatchError if the members do not make up ``out_channels`` rows or take inputs of different sizes, and
     AdapterError if kv_heads is needed and missing or wrong, or such pairs cannot be joined.
@@ -76,11 +76,11 @@ def split_pairs(
     layout: Optional[RowLayout] = None,
     heads: Optional[int] = None,
 ) -> None:
-    """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the reverse of join_pairs.
+    """Replaces the pair of a joined cell in ``adapter`` by pairs of its members: the inverse of join_pairs.
 
-    If each member has columns of B to itself, as after join_pairs, it gets those and their rows of A; otherwise all
-    members share the whole A. ``first`` is the rows of the first member, for DeepSeek's w_qkv_down (q_lora_rank);
-    ``heads`` is for w_qkv: with it the rows tell head_dim; the other arguments are those of join_pairs.
+    If each member has its own columns of B, as after join_pairs, it gets these and their rows of A; otherwise all
+    members share the whole A. ``first`` is the number of rows of the first member, for DeepSeek's w_qkv_down
+    (q_lora_rank); ``heads`` is for w_qkv, whose rows then determine head_dim; the other arguments are as in join_pairs.
 
     Raises AdapterError if kv_heads, head_dim or first is needed and missing, or does not divide the rows; or if a pair
     of this kind cannot be split.
@@ -107,7 +107,7 @@ def split_pairs(
     by_row = {
         part: dict(zip(members, split_rows(adapter.tensors[path, part], group))) for part in adapter.variant.row_parts
     }
-    # An A that is not the cells' own stays whole.
+    # A shared A stays whole.
     columns = adapter.variant.own_pair and _own_columns(blocks) or {member: slice(0, len(a)) for member in members}
     alpha = adapter.alphas.get(path)
     adapter.remove(path)
@@ -125,7 +125,7 @@ def member_weights(
 ) -> Dict[str, np.ndarray]:
     """Returns the rows [out, in] of each member in the weight of a joined cell, by the member's path.
 
-    The pairs in ``adapter``, at least one, tell how many rows they have. The arguments and errors are join_pairs'.
+    The pairs in ``adapter``, at least one, determine the numbers of rows. Arguments and errors are as in join_pairs.
     """
     layout = layout or names.joined_cell(path).layout
     members = names.joined_parts(path)
@@ -138,9 +138,9 @@ def member_weights(
 def joined_weight(
     path: str, weights: Sequence[np.ndarray], kv_heads: Optional[int] = None, layout: Optional[RowLayout] = None
 ) -> np.ndarray:
-    """Returns the weight of the joined cell at ``path``, of those of its members: the reverse of member_weights.
+    """Returns the weight of the joined cell at ``path`` from its members' weights: the inverse of member_weights.
 
-    ``layout`` is how the cell orders its rows; None if as its record says. Raises AdapterError if kv_heads is needed
+    ``layout`` is the cell's order of rows; None for its record's. Raises AdapterError if kv_heads is needed
     and missing, or does not divide the rows.
     """
     layout = layout or names.joined_cell(path).layout
@@ -159,7 +159,7 @@ def _check_can_be_joined(adapter: Adapter, path: str) -> None:
 def _member_rows(
     adapter: Adapter, path: str, layout: RowLayout, present: List[str], out_channels: int
 ) -> Dict[str, int]:
-    """Returns the rows of each member; those of a member without a pair follow from the others'."""
+    """Returns the number of rows of each member; a member without a pair gets the remaining rows."""
     rows = {member: len(adapter.tensors[member, "B"]) for member in present}
     members = names.joined_parts(path)
     complete = layout.complete([rows.get(member) for member in members], out_channels)
@@ -192,7 +192,7 @@ def _use_one_dtype(adapter: Adapter, members: List[str]) -> None:
 
 
 def _blocks_by_row(adapter: Adapter, path: str, rows: Dict[str, int], part: str) -> List[np.ndarray]:
-    """Returns a part of each member that has an element or a row for each row of the weight, such as the magnitude."""
+    """Returns a part of each member that has an element or a row per row of the weight, such as the magnitude."""
     variant = adapter.variant
     present = [adapter.tensors[member, part] for member in rows if (member, part) in adapter.tensors]
     lacking = [member for member in rows if (member, part) not in adapter.tensors]
@@ -209,7 +209,7 @@ def _blocks_by_row(adapter: Adapter, path: str, rows: Dict[str, int], part: str)
 
 
 def _columns(adapter: Adapter, present: List[str], blocks_a: List[np.ndarray], scale: float) -> Dict[str, slice]:
-    """Returns the columns of the joined B that each member fills: the same if all share one A, otherwise its own."""
+    """Returns the columns of the joined B that each member fills: the same with a shared A, otherwise separate ones."""
     shared = all(a.tobytes() == blocks_a[0].tobytes() for a in blocks_a)
     if shared and all(adapter.scale(member) == scale for member in present):
         return dict.fromkeys(present, slice(0, len(blocks_a[0])))
@@ -218,7 +218,7 @@ def _columns(adapter: Adapter, present: List[str], blocks_a: List[np.ndarray], s
 
 
 def _own_columns(blocks: Dict[str, np.ndarray]) -> Dict[str, slice]:
-    """Returns the columns of B that each member has to itself, or {} if members share columns or leave some out."""
+    """Returns each member's own columns of B, or {} if members share columns or leave some out."""
     columns = {}
     begin = 0
     for member, block in blocks.items():

@@ -1,4 +1,4 @@
-"""What is known about the model under an adapter: from its base's folder or name, or from the adapter's cells."""
+"""Facts about the model under an adapter, from its base's folder or name, or from the adapter's cells."""
 
 import os
 from typing import Any, Dict, Mapping, NamedTuple, Optional
@@ -13,13 +13,13 @@ from mindlora.models.architectures.architecture import Architecture
 
 
 class KnownBase(NamedTuple):
-    """What is known about the model under an adapter.
+    """Facts about the model under an adapter.
 
     Attributes:
-        architecture (Architecture): Its record, or None if nothing tells it from a Llama, which has the same cells as
-            Qwen2, Qwen3 and others.
-        reason (str): What told it, for messages; "" if nothing did.
-        config (dict): The config.json of the base, if the user names it or it is a folder here; otherwise empty.
+        architecture (Architecture): Its record, or None if nothing distinguishes it from a Llama, which has the cells
+            of Qwen2, Qwen3 and others.
+        reason (str): The fact that decided this, for messages; "" if there was none.
+        config (dict): The config.json of the base, if the user names it or the base is a local folder; otherwise empty.
     """
 
     architecture: Optional[Architecture]
@@ -30,7 +30,7 @@ class KnownBase(NamedTuple):
 def known_base(
     adapter: Adapter, architecture: Optional[str] = None, base_config: Optional[Mapping[str, Any]] = None
 ) -> KnownBase:
-    """Returns what is known about the model under ``adapter``, or under the model_type that the user names.
+    """Returns the facts about the model under ``adapter``, or about the model_type that the user names.
 
     ``base_config`` takes the place of the config.json of the adapter's base; None if the user names none.
     """

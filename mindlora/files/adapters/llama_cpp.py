@@ -1,4 +1,4 @@
-"""Adapters for llama.cpp: a GGUF file, which is loaded beside that of the base (llama-server --lora)."""
+"""Adapters for llama.cpp: a GGUF file, loaded beside the base's (llama-server --lora)."""
 
 import functools
 from typing import Dict, List, NamedTuple, Optional
@@ -21,10 +21,10 @@ MERGE = "Merge it into the base, which llama.cpp takes as a whole: mindlora base
 
 
 class Base(NamedTuple):
-    """What is known of the base under an adapter, as its config.json says it; None for what is not.
+    """Facts about the base under an adapter, from its config.json; None where unknown.
 
     Attributes:
-        heads (int): Number of attention heads, and ``kv_heads`` of those of keys and values.
+        heads (int): Number of attention heads; ``kv_heads`` is that of keys and values.
         tied (bool): Whether the output head is the embedding.
     """
 
@@ -35,13 +35,13 @@ class Base(NamedTuple):
 
 
 def check_output(path: str) -> None:
-    """Raises LoraError if ``path`` is not that of a .gguf file, InstallationError if the package gguf is missing."""
+    """Raises LoraError if ``path`` does not end in .gguf, InstallationError if the package gguf is missing."""
     gguf_file.require_gguf()
     adapter_files.check_file_output(path, FORM, gguf_file.ENDING)
 
 
 def write(adapter: Adapter, path: str, base: Base) -> None:
-    """Writes an adapter in one atomic step, in float32: llama.cpp rounds what it multiplies to the dtype of the pair.
+    """Writes an adapter in one atomic step, in float32, since llama.cpp rounds its operands to the dtype of the pair.
 
     llama.cpp multiplies every pair by lora_alpha / r, with one lora_alpha for the file and the rank of the pair. A pair
     of another scale gets the remaining factor multiplied into its B.
@@ -87,7 +87,7 @@ def write(adapter: Adapter, path: str, base: Base) -> None:
 
 
 def refusals(adapter: Adapter) -> List[str]:
-    """Returns why llama.cpp does not load an adapter, or would leave out a part of it; nothing if it takes it whole."""
+    """Returns the reasons why llama.cpp would refuse an adapter or leave out a part of it."""
     problems = []
     if not adapter.variant.is_plain:
         problems.append(
@@ -106,7 +106,7 @@ def refusals(adapter: Adapter) -> List[str]:
 
 
 def _tensor(path: str) -> Optional[str]:
-    """Returns the name of the weight at a path of an adapter, in llama.cpp."""
+    """Returns llama.cpp's name for the weight at a path of an adapter."""
     name = llama_cpp.cell_name(names.to_hugging_face(path))
     return name and f"{name}.weight"
 
@@ -128,7 +128,7 @@ def _model(model_type: Optional[str]) -> LlamaCppModel:
 
 
 def _pair(adapter: Adapter, cell: str, alpha: float, model: LlamaCppModel, base: Base) -> Dict[str, np.ndarray]:
-    """Returns "a" and "b" of a cell as llama.cpp holds them."""
+    """Returns "a" and "b" of a cell in llama.cpp's layout."""
     a, b = (to_float32(adapter.tensors[cell, half]) for half in "AB")
     b = scaled(b, adapter.scale(cell) * adapter.rank(cell) / alpha)
     if cell in adapter.embeddings:

@@ -30,14 +30,14 @@ logger = logging.getLogger("mindlora")
 
 
 class CellShape(NamedTuple):
-    """What matching needs to know about a cell that has an adapter or can take one.
+    """The properties that matching needs of a cell that has an adapter or can take one.
 
     Attributes:
-        in_channels, out_channels (int or None): Sizes of its input and output; None for an embedding.
+        in_channels, out_channels (int or None): Sizes of its input and output; None for embeddings.
         kv_heads, head_dim (int or None): Key-value heads of the attention that it belongs to, if any, and their size.
         first_rows (int or None): Rows of the first part of DeepSeek's linear_qkv, if it belongs to such an attention.
-        layout (RowLayout or None): How a joined cell orders its rows, if not as its record says.
-        name (str or None): The path that adapters have it under; None if to_mindformers gives that.
+        layout (RowLayout or None): A joined cell's order of rows, if it differs from its record's.
+        name (str or None): Its path in adapters; None if to_mindformers gives it.
         linear (bool): Whether it is a linear cell.
         experts (bool): Whether it is a stacked weight of experts.
     """
@@ -73,7 +73,7 @@ class Cells:
         return adapter.variant.tensor_shapes(LINEAR, size, adapter.rank(path))
 
     def type_of(self, path: str) -> str:
-        """Returns what the cell at ``path`` is, for messages."""
+        """Returns the class of the cell at ``path``, for messages."""
         return "linear cell"
 
 
@@ -84,9 +84,9 @@ def match(
     strict: bool = True,
     weight_of: Optional[Callable[[str], np.ndarray]] = None,
 ) -> bool:
-    """Gives an adapter the paths and the joined cells of a network, and checks that it has what the network needs.
+    """Gives an adapter the paths and the joined cells of a network, and checks that no tensor is missing or unexpected.
 
-    ``adapter``, ``weight_of``, the result and errors are those of ``arrange``. Other errors say that the tensors differ
+    ``adapter``, ``weight_of``, the result and errors are as in ``arrange``. Other errors say that the tensors differ
     from what the network needs; with ``strict`` False, missing and unexpected tensors only give a warning, and pairs
     without a cell are dropped.
     """
@@ -110,7 +110,7 @@ def arrange(
 
     Raises LoraError if pairs cannot be joined or split, or initial pairs cannot be computed.
     """
-    # The path that adapters have a cell under -> the network's own.
+    # Path of a cell in adapters -> path in the network.
     network_paths = {cell.name or names.to_mindformers(path): path for path, cell in shapes.items()}
     adapter_paths = {path: name for name, path in network_paths.items()}
     rename(adapter, {**names.canonical(adapter.paths), **adapter_paths})
@@ -145,7 +145,7 @@ def _complete_initial_pairs(
     network_paths: Mapping[str, str],
     weight_of: Callable[[str], np.ndarray],
 ) -> None:
-    """Makes plain pairs of a raw adapter of PiSSA or OLoRA, while they are still those of single cells."""
+    """Converts a raw adapter of PiSSA or OLoRA to plain pairs, while they still belong to single cells."""
 
     def rows_of(path: str) -> Tuple[Optional[int], Optional[RowLayout]]:
         cell = shapes[network_paths[path]]
@@ -156,7 +156,7 @@ def _complete_initial_pairs(
 
 
 def _arrange_experts(adapter: Adapter, shapes: Mapping[str, CellShape], network_paths: Mapping[str, str]) -> bool:
-    """Stacks pairs of single experts, or splits stacked ones, as the network has them; returns whether it did."""
+    """Stacks pairs of single experts, or splits stacked ones, to match the network; returns whether it did."""
     if any(cell.experts for cell in shapes.values()):
         rearranged = bool(expert_pairs.single_paths(adapter))
         expert_pairs.stack_pairs(adapter)
@@ -178,10 +178,10 @@ def selected(adapter: Adapter, shapes: Mapping[str, CellShape]) -> List[str]:
     plain = [path for path, cell in shapes.items() if not cell.experts]
     not_linear = [path for path in plain if not shapes[path].linear]
     try:
-        # The tensors tell what is missing, also of a regex that was written for several models.
+        # The tensors show what is missing, also for a regex that was written for several models.
         chosen = select_targets(plain, targets, selection.get("exclude_modules"), warn=False, not_linear=not_linear)
     except TargetError:
-        # PEFT accepts names that match nothing if others match, so here only the tensors can tell.
+        # PEFT accepts names that match nothing if others match, so here only the tensors can show it.
         return stacked
     layers = selection.get("layers_to_transform")
     if layers is not None:
@@ -252,7 +252,7 @@ def check_base(
 ) -> None:
     """Compares the base that an adapter was trained on with a network's.
 
-    ``adapter`` has the pairs that it was trained with, neither joined nor split. ``fingerprint`` is called only if the
+    ``adapter`` has its pairs as trained, neither joined nor split. ``fingerprint`` is called only if the
     adapter has one, and returns that of the weights under the adapter, or None if they have no values yet. With
     ``exact``, a copy in another dtype is another base.
 
@@ -288,20 +288,20 @@ def check_base(
 
 
 def rename_for(adapter: Adapter, record: Architecture) -> None:
-    """Gives pairs the paths that ``record`` has for their cells: several mcore models call a cell linear_qkv."""
+    """Renames pairs to the paths of ``record``: several mcore models call a cell linear_qkv."""
     paths = {path: record.rename_path(names.to_mcore(path), MCORE, LEGACY) or path for path in adapter.paths}
     rename(adapter, paths)
 
 
 def rename(adapter: Adapter, new_paths: Mapping[str, str]) -> None:
-    """Gives pairs other paths; those that ``new_paths`` lacks keep theirs."""
+    """Renames pairs; paths that ``new_paths`` lacks stay."""
     adapter.tensors = {(new_paths.get(path, path), part): array for (path, part), array in adapter.tensors.items()}
     adapter.alphas = {new_paths.get(path, path): alpha for path, alpha in adapter.alphas.items()}
     adapter.embeddings = {new_paths.get(path, path) for path in adapter.embeddings}
 
 
 def complete_bare_names(adapter: Adapter) -> None:
-    """Gives an adapter of a bare model the names of the model with a head; any other keeps its names."""
+    """Renames an adapter of a bare model to the names of the model with a head; others keep their names."""
     prefix = names.missing_prefix([*adapter.paths, *adapter.token_rows])
     if prefix:
         adapter.bare_prefix = prefix
@@ -309,7 +309,7 @@ def complete_bare_names(adapter: Adapter) -> None:
 
 
 def shorten_to_bare_names(adapter: Adapter, paths: Collection[str]) -> None:
-    """Gives an adapter the names of a bare model where the network, whose cells are at ``paths``, is one."""
+    """Renames an adapter to the names of a bare model if the network with cells at ``paths`` is one."""
     prefix = names.missing_prefix(paths)
     if prefix:
         _rename_all(adapter, lambda name: name.removeprefix(prefix))

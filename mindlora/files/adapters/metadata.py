@@ -1,4 +1,4 @@
-"""What mindlora writes beside an adapter's tensors: lora_alpha and more, as one string of JSON."""
+"""mindlora's metadata beside an adapter's tensors: lora_alpha and more, as one string of JSON."""
 
 import json
 from types import MappingProxyType
@@ -21,7 +21,7 @@ def text_of(adapter: Adapter) -> str:
     content = {
         "alphas": adapter.alphas,
         "use_rslora": adapter.use_rslora,
-        # What is a flag of LoRA for PEFT is always written; other variants are written only where they apply.
+        # Flags of PEFT's LoRA are always written; other variants only where they apply.
         **{flagged.field: False for flagged in VARIANTS if flagged.peft_flag},
         "dropout": adapter.dropout,
         "selection": adapter.selection,
@@ -45,7 +45,7 @@ def header(adapter: Adapter) -> Dict[str, str]:
 
 
 def peft_header(adapter: Adapter, settings: Mapping[str, str] = MappingProxyType({})) -> Dict[str, str]:
-    """Returns the header of a file that PEFT or diffusers load: their ``settings``, and what has no field there."""
+    """Returns the header of a file for PEFT or diffusers: their ``settings``, and metadata without a field there."""
     # "format" tells transformers which framework to load for.
     return {"format": "pt", **settings, KEY: json.dumps(_peft_content(adapter))}
 
@@ -100,7 +100,7 @@ def empty_adapter(metadata: Dict[str, Any], dialect: str) -> Adapter:
 
 
 def complete(adapter: Adapter, metadata: Dict[str, Any], path: str) -> None:
-    """Puts lora_alpha into ``adapter``, which has its tensors by now, and checks that none of them is missing.
+    """Sets lora_alpha of ``adapter``, which has its tensors, and checks that none of them is missing.
 
     Raises MissingTensorsError if it lacks one, and AdapterFormatError if only some pairs have lora_alpha.
     """
@@ -153,7 +153,7 @@ def _is_allocation(value: Any) -> bool:
     )
 
 
-# Field -> (whether a value is valid, what it must be in words).
+# Field -> (test of a value, description of valid values).
 _FIELDS: Dict[str, Tuple[Callable[[Any], bool], str]] = {
     "alphas": (_is_table_of(ALPHA.__contains__), "numbers above 0 by path"),
     "use_rslora": (_is_flag, "true or false"),

@@ -15,11 +15,11 @@ _CLIP = "text_model."
 
 
 class Wanted(NamedTuple):
-    """What is to be read of a Stable Diffusion adapter, and for which network.
+    """The part of a Stable Diffusion adapter to read, and the paths of its network.
 
     Attributes:
-        part (str): "unet", "text_encoder" or "text_encoder_2"; None for all that there is.
-        paths (tuple of str): Paths of the network's cells, to which kohya's names belong; if none, those that mindlora
+        part (str): "unet", "text_encoder" or "text_encoder_2"; None for all parts.
+        paths (tuple of str): Paths of the network's cells, for kohya's names; if empty, the paths that mindlora
             knows.
     """
 
@@ -32,7 +32,7 @@ ALL = Wanted()
 
 @dataclasses.dataclass(frozen=True)
 class PartReport:
-    """What an adapter holds of one part: how many cells, how many of them convolutions, and their distinct ranks."""
+    """One part of an adapter: its number of cells, how many of them are convolutions, and their distinct ranks."""
 
     part: str
     cells: int
@@ -52,7 +52,7 @@ def check_part(part: Optional[str]) -> None:
 
 
 def check_holds(part: Optional[str], held: Iterable[str], source: str) -> None:
-    """Raises AdapterError if ``part`` is not among the parts that were found in a file; None is always there."""
+    """Raises AdapterError if ``part`` is neither None nor among the parts that were found in a file."""
     if part is not None and part not in held:
         raise AdapterError(
             f"{source} holds nothing of the part {part}: it holds {', '.join(sorted(held))}. Choose a part that it "
@@ -61,19 +61,19 @@ def check_holds(part: Optional[str], held: Iterable[str], source: str) -> None:
 
 
 def split(path: str) -> Tuple[Optional[str], str]:
-    """Returns the part that ``path`` begins with, or None, and the rest of the path."""
+    """Returns the part with which ``path`` begins, or None, and the rest of the path."""
     head, _, rest = path.partition(".")
     return (head, rest) if head in PARTS and rest else (None, path)
 
 
 def found_in(paths: Iterable[str]) -> List[str]:
-    """Returns the parts that any of the paths begins with, in the order of PARTS."""
+    """Returns the parts with which any of the paths begins, in the order of PARTS."""
     present = {split(path)[0] for path in paths}
     return [part for part in PARTS if part in present]
 
 
 def reports(adapter: Adapter) -> Tuple[PartReport, ...]:
-    """Returns what an adapter holds of each part; nothing if its paths have no parts."""
+    """Returns a report on each part of an adapter; empty if its paths have no parts."""
     part_reports = []
     for part in found_in(adapter.paths):
         paths = [path for path in adapter.paths if split(path)[0] == part]
@@ -83,7 +83,7 @@ def reports(adapter: Adapter) -> Tuple[PartReport, ...]:
 
 
 def read_paths(file: Optional[str]) -> Tuple[str, ...]:
-    """Returns the paths in a text file, one in a line; none if ``file`` is None. Raises LoraError if it holds none."""
+    """Returns the paths in a text file, one per line; () if ``file`` is None. Raises LoraError if it holds none."""
     if file is None:
         return ()
     try:
@@ -99,7 +99,7 @@ def read_paths(file: Optional[str]) -> Tuple[str, ...]:
 
 
 def take(adapter: Adapter, part: Optional[str], source: str) -> None:
-    """Keeps ``part`` of an adapter, if it is not None; if its paths have no parts, they are said to be this one's.
+    """Keeps ``part`` of an adapter, unless it is None; paths without parts are assigned to it.
 
     Raises AdapterError if the adapter has other parts only.
     """
@@ -116,7 +116,7 @@ def take(adapter: Adapter, part: Optional[str], source: str) -> None:
 
 
 def of_one_model(adapter: Adapter, source: str) -> None:
-    """Takes the part's name off the paths of an adapter; raises AdapterError if it has several parts."""
+    """Removes the part's name from the paths of an adapter; raises AdapterError if it has several parts."""
     present = found_in(adapter.paths)
     if len(present) > 1:
         raise AdapterError(
@@ -127,7 +127,7 @@ def of_one_model(adapter: Adapter, source: str) -> None:
 
 
 def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
-    """Gives an adapter the paths of a network: with the parts' names if the network has them, without otherwise.
+    """Renames an adapter to the paths of a network: with the parts' names if the network has them, without otherwise.
 
     Raises AdapterError if the adapter has several parts, and the network is one of them.
     """
@@ -143,7 +143,7 @@ def for_network(adapter: Adapter, paths: Iterable[str], source: str) -> None:
 
 
 def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
-    """Returns (path, part, path in the part) of each pair; raises AdapterError if some path is of no known part."""
+    """Returns (path, part, path in the part) of each pair; raises AdapterError if a path belongs to no known part."""
     cells_of_parts = []
     unknown = []
     for path in adapter.paths:
@@ -163,5 +163,5 @@ def with_parts(adapter: Adapter, form: str) -> List[Tuple[str, str, str]]:
 
 
 def canonical(part: str, path: str) -> str:
-    """Returns a path in a part as files have it: the text encoders' layers below text_model."""
+    """Returns a path in a part as in files: the text encoders' layers below text_model."""
     return _CLIP + path if part != "unet" and path.startswith("encoder.") else path

@@ -1,4 +1,4 @@
-"""An adapter at a smaller rank: the best approximation that the rank allows, cell by cell."""
+"""Resizes an adapter to a smaller rank: the best approximation that the rank allows, cell by cell."""
 
 import dataclasses
 import math
@@ -19,10 +19,10 @@ from mindlora.files.adapters.spectrum import delta_norm, pair_svd, rank_holding
 
 @dataclasses.dataclass(frozen=True)
 class ResizedCell:
-    """What resizing did to one cell.
+    """The effect of resizing on one cell.
 
     Attributes:
-        norm (float): ||scale B A||, its Frobenius norm before; of stacked experts, that of all of them together.
+        norm (float): ||scale B A||, its Frobenius norm before; for stacked experts, the norm of all of them together.
         error (float): ||scale B A - the same after|| / ||scale B A||, Frobenius norms, with the rounding to the
             adapter's dtype; 0 if scale B A is zero.
     """
@@ -36,7 +36,7 @@ class ResizedCell:
 
 @dataclasses.dataclass(frozen=True)
 class ResizeReport:
-    """What resize_adapter wrote.
+    """The result of resize_adapter.
 
     Attributes:
         parameters_before, parameters (int): Number of elements of all A and B.
@@ -99,11 +99,11 @@ def resize_adapter(
 def resize(
     adapter: Adapter, *, rank: Optional[int] = None, energy: Optional[float] = None
 ) -> Tuple[Adapter, List[ResizedCell]]:
-    """Returns the adapter with the largest singular values of each scale B A = U S V^T, and what it did to each cell.
+    """Returns the adapter with the largest singular values of each scale B A = U S V^T, and the effect on each cell.
 
     B' = U_k S_k^(1/2) / sqrt(scale) and A' = S_k^(1/2) V_k^T / sqrt(scale): no other pair of rank k is nearer to
     scale B A (Eckart and Young, 1936). Each cell keeps its scale, so lora_alpha follows the rank, and its dtypes. The
-    singular values are exact, through the QR of A^T and B. Of stacked experts, each has its own, and all have one rank.
+    singular values are exact, through the QR of A^T and B. Stacked experts each have their own, and share one rank.
 
     Args:
         adapter (Adapter): An adapter of plain LoRA.
@@ -116,12 +116,12 @@ def resize(
     Raises:
         ConfigError: Neither of rank and energy is given, or one is out of range.
         AdapterError: The adapter is not plain LoRA, or has a convolution with groups.
-        NotFiniteError: It holds NaN or infinity, or its dtype cannot hold what a smaller rank needs.
+        NotFiniteError: It holds NaN or infinity, or its dtype cannot hold the values of a smaller rank.
         ScaleMismatchError: It does not state lora_alpha.
     """
     _check(adapter, rank, energy)
     smaller = dataclasses.replace(adapter, tensors=dict(adapter.tensors), alphas=dict(adapter.alphas))
-    # The pairs are no longer the trained ones beside the initial ones, from which training could go on.
+    # The pairs no longer split into trained and initial ones, from which training could continue.
     smaller.initialization = None
     cells = []
     for path in tqdm(adapter.paths, desc="resizing", unit="cell", delay=1, leave=False, disable=None):

@@ -1,4 +1,4 @@
-"""Would a server take an adapter as it is: what is known of each server and its versions, and from where."""
+"""Whether a server would take an adapter as it is: the rules of each server and its versions, with their source."""
 
 import dataclasses
 import math
@@ -29,9 +29,9 @@ _REQUIRED = ("r", "lora_alpha", "target_modules")
 _SERVED_KEY = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$|\.(embed_tokens|lm_head)\.base_layer\.weight$")
 # The first versions of vLLM that take adapters of experts, stacked experts in PEFT's layout, and one scale a cell.
 _EXPERTS, _STACKED, _PATTERNS = (0, 12), (0, 23), (0, 32)
-# The first one that is known to take the whole head of a classifier, of texts and not of tokens, and the head's names.
+# The first one known to take the whole head of a text classifier (not of tokens), and the head's names.
 _HEADS_SINCE, _HEADS = (0, 32), ("classifier", "score")
-# What of these mindlora's records name keeps the experts of a layer apart in vLLM (is_3d_moe_weight is False).
+# The models in mindlora's records whose experts vLLM keeps apart (is_3d_moe_weight is False).
 _APART = ("qwen3_moe", "deepseek_v3")
 _MERGE = "Merge it into the base (mindlora base merge), and serve that."
 _MERGE_GGUF = "Merge it into the base, and serve that: mindlora base merge --output merged.gguf"
@@ -40,12 +40,12 @@ _HOT_LOAD, _NO_ADAPTERS = (2, 3), (0, 34, 1)
 
 
 def vllm_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what a version of vLLM would refuse or compute wrongly, and what to do."""
+    """Yields each feature that a version of vLLM would refuse or compute wrongly, and what to do."""
     yield from _problems_in_vllm(path, adapter, version)
 
 
 def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields with what options vLLM must be started for the adapter, and what else it needs."""
+    """Yields the options with which vLLM must be started for the adapter, and its other needs."""
     yield from _notes_in_vllm(adapter)
     heads = _saved_heads(adapter)
     if heads and version >= _HEADS_SINCE:
@@ -61,7 +61,7 @@ def vllm_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields with what options vllm-ascend must be started, and what else it needs."""
+    """Yields the options with which vllm-ascend must be started, and its other needs."""
     yield from vllm_notes(adapter, version)
     yield (
         "With --tensor-parallel-size above 1, vllm-ascend 0.23.0 aborts or hangs on an NPU (vllm-ascend#16586, open in "
@@ -70,7 +70,7 @@ def ascend_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what vllm-mindspore, which is built on vLLM 0.11, would refuse or compute wrongly, and what to do."""
+    """Yields each feature that vllm-mindspore, built on vLLM 0.11, would refuse or compute wrongly, and what to do."""
     yield from _problems_in_vllm(path, adapter, (0, 11))
     model_type = known_base(adapter).config.get("model_type")
     if model_type not in (None, "qwen2"):
@@ -83,7 +83,7 @@ def mindspore_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def mindspore_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields with what options vllm-mindspore must be started, and what else it needs."""
+    """Yields the options with which vllm-mindspore must be started, and its other needs."""
     yield from _notes_in_vllm(adapter)
     yield "vllm-mindspore 0.5.1 serves LoRA on Qwen2 alone, and needs --enforce-eager."
 
@@ -122,12 +122,12 @@ def _problems_in_vllm(path: str, adapter: Adapter, version: Version) -> Iterator
 
 
 def _saved_heads(adapter: Adapter) -> List[str]:
-    """Returns what an adapter has of the whole head of a classifier."""
+    """Returns the tensors of a classifier's whole head in an adapter."""
     return [name for name in adapter.trained_modules if name.rpartition(".")[0].rpartition(".")[2] in _HEADS]
 
 
 def _key_problems(path: str, adapter: Adapter, config: dict) -> Iterator[str]:
-    """Yields what is wrong with the keys of PEFT's file; those that other problems are about are left out."""
+    """Yields faults in the keys of PEFT's file, except those that other problems cover."""
     weights = os.path.join(path, peft.WEIGHTS_FILE)
     if not config or not os.path.isfile(weights):
         return
@@ -166,7 +166,7 @@ def _cell_problems(path: str, adapter: Adapter, version: Version) -> Iterator[st
 
 
 def _lone_stacks(stacked: List[str]) -> List[str]:
-    """Returns the paths of stacked pairs whose layer has none for the other weight of its experts."""
+    """Returns the paths of stacked pairs whose layer lacks a pair for the other weight of its experts."""
     holders = [path.rpartition(".")[0] for path in stacked]
     return [path for path, holder in zip(stacked, holders) if holders.count(holder) < len(STACKED)]
 
@@ -216,7 +216,7 @@ def _notes_in_vllm(adapter: Adapter) -> List[str]:
 
 
 def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what MindIE would refuse, and what to do."""
+    """Yields each feature that MindIE would refuse, and what to do."""
     if adapter.dialect != peft.Peft.name or not os.path.isfile(os.path.join(path, peft.CONFIG_FILE)):
         yield (
             f"It is in the form of {adapter.dialect}, and MindIE reads PEFT's folder. Write that: mindlora adapter "
@@ -237,7 +237,7 @@ def mindie_problems(path: str, adapter: Adapter, version: Version) -> Iterator[s
 
 
 def mindie_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields how MindIE must be set up for the adapter, and what else it needs."""
+    """Yields how MindIE must be set up for the adapter, and its other needs."""
     yield "At most ten adapters are recommended beside one base, whose names have at most 256 characters."
     if version < _HOT_LOAD:
         yield "It loads no adapter while it serves: name all of them in LoraModules of config.json before the start."
@@ -250,7 +250,7 @@ def mindie_notes(adapter: Adapter, version: Version) -> Iterator[str]:
 
 
 def llama_cpp_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what llama.cpp would refuse or leave out, and what to do."""
+    """Yields each feature that llama.cpp would refuse or leave out, and what to do."""
     problems = llama_cpp.refusals(adapter)
     yield from problems
     if not problems:
@@ -261,14 +261,14 @@ def llama_cpp_problems(path: str, adapter: Adapter, version: Version) -> Iterato
 
 
 def llama_cpp_notes(adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields how llama.cpp must be started for the adapter, and what else it needs."""
+    """Yields how llama.cpp must be started for the adapter, and its other needs."""
     yield "Start it with the file as --lora, beside a GGUF file of the base, which another program converts."
     if adapter.embeddings:
         yield "It adapts the embedding: on a base with tied embeddings llama.cpp ends with a failed assertion."
 
 
 def ollama_problems(path: str, adapter: Adapter, version: Version) -> Iterator[str]:
-    """Yields what Ollama would refuse, and what to do."""
+    """Yields each feature that Ollama would refuse, and what to do."""
     if version >= _NO_ADAPTERS:
         yield f"Since 0.34.1 Ollama refuses a Modelfile with ADAPTER. {_MERGE_GGUF}"
     else:
@@ -287,10 +287,10 @@ class Server(NamedTuple):
     """A server whose rules are known.
 
     Attributes:
-        version (str): The newest one whose rules were read, which is meant where a user names none.
-        rules (str): Where they were read.
-        problems (callable): Path, adapter and version -> what the server would refuse or compute wrongly.
-        notes (callable): Adapter and version -> what it must be told, or have.
+        version (str): The newest version whose rules were read, used when the user names none.
+        rules (str): The source of the rules.
+        problems (callable): Path, adapter and version -> features that the server would refuse or compute wrongly.
+        notes (callable): Adapter and version -> options and other needs of the server.
     """
 
     version: str
@@ -337,10 +337,11 @@ class ServerReport:
     """Whether a server would take an adapter.
 
     Attributes:
-        rules (str): Where its rules were read. The server itself was not run.
+        rules (str): The source of its rules. The server itself was not run.
         accepted (bool): Whether it would take the adapter as it is, and compute what was trained.
-        problems (tuple of str): What it would refuse or compute wrongly, and what to do, a sentence or two each.
-        notes (tuple of str): What the server must be told, or have.
+        problems (tuple of str): Features that it would refuse or compute wrongly, and what to do, in a sentence or two
+            each.
+        notes (tuple of str): Options and other needs of the server.
     """
 
     path: str
@@ -352,7 +353,7 @@ class ServerReport:
 
     @property
     def exit_code(self) -> int:
-        """That of the command: 0 if the adapter would be served as it is."""
+        """Exit code of the command: 0 if the adapter would be served as it is."""
         return 0 if self.accepted else 1
 
     def __str__(self) -> str:
@@ -384,7 +385,7 @@ def check_for_server(
 
 
 def _parse(server: str) -> Tuple[Server, Version]:
-    """Returns the rules and the version that a user means."""
+    """Returns the rules and the version for a server's name."""
     name, _, version = server.partition("==")
     if name not in SERVERS:
         raise ConfigError(

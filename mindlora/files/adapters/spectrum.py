@@ -1,4 +1,4 @@
-"""Norm and singular values of scale B A, computed from A and B only: how much of its rank an adapter uses.
+"""Norm and singular values of scale B A, computed from A and B alone: how much of its rank an adapter uses.
 
 The change of a weight, scale B A, is [out, in] and is never formed. Two [r, r] matrices give its Frobenius norm,
 ||B A||_F^2 = trace((A A^T) (B^T B)). With B = Q_b R_b and A^T = Q_a R_a, the svd of the small
@@ -17,9 +17,9 @@ from mindlora.core.numerics.pair_shapes import Pair, factors, has_product
 from mindlora.core.text import columns, number
 from mindlora.files.adapters.adapter import Adapter, is_finite
 
-# The shares of the energy that a report shows ranks for.
+# The shares of the energy for which a report shows ranks.
 SHARES = (0.9, 0.95, 0.99)
-# How many singular values of a cell fit into a line.
+# The number of singular values of a cell that fit into a line.
 _SHOWN = 6
 
 
@@ -30,12 +30,12 @@ class CellSpectrum:
     Attributes:
         path (str): Path of the cell under MindFormers' names.
         rank (int): r of A [r, in] and B [out, r].
-        singular_values (tuple of float): Those of scale B A, the largest first, as many as min(r, in, out); None if
-            they cannot be computed: A or B is not finite, lora_alpha is not known, or a convolution has groups. Of
-            stacked experts, each is the root of the sum of the experts' squares at its place, so that those from the
-            k-th on are the norm of what rank k leaves out of the stack.
+        singular_values (tuple of float): The min(r, in, out) singular values of scale B A, the largest first; None if
+            they cannot be computed: A or B is not finite, lora_alpha is unknown, or a convolution has groups. For
+            stacked experts, each is the root of the sum of the experts' squares at its place, so that the values from
+            the k-th on give the norm of the part that rank k leaves out.
         ranks (tuple of int): The smallest ranks that hold each of SHARES of the energy, the sum of the squared singular
-            values; of stacked experts, that hold it in every expert. None where singular_values is, and 0 if scale B A
+            values; for stacked experts, in every expert. None where singular_values is None, and 0 if scale B A
             is zero.
     """
 
@@ -114,6 +114,6 @@ def finite_norm(array: np.ndarray) -> Optional[float]:
 
 
 def quiet_pair(adapter: Adapter, path: str) -> Pair:
-    """Returns ``adapter.pair(path)`` without NumPy's warnings; what is not finite shows in its norm."""
+    """Returns ``adapter.pair(path)`` without NumPy's warnings; values that are not finite show in its norm."""
     with np.errstate(invalid="ignore", over="ignore"):
         return adapter.pair(path)

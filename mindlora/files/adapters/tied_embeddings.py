@@ -1,7 +1,7 @@
-"""Saved embeddings and output heads, where the base has one table for both (tied embeddings).
+"""Saved embeddings and output heads for a base with one table for both (tied embeddings).
 
-PEFT gives each module of modules_to_save a weight of its own, which unties the two: an embedding that was saved alone
-leaves the head as the base has it. One table cannot be both. With ensure_weight_tying, PEFT keeps the two equal.
+PEFT gives each module of modules_to_save its own weight, which unties the two: an embedding that was saved alone
+leaves the head as in the base, and one table cannot be both. With ensure_weight_tying, PEFT keeps the two equal.
 """
 
 from typing import Callable, Iterable, Optional, Tuple, Type
@@ -18,17 +18,17 @@ from mindlora.models import names
 WAY_OUT = (
     "Merge it into the base, which then has two (mindlora base merge), or take a base with tie_word_embeddings: false."
 )
-# How far two copies of a weight can be apart, relative to its largest element, if one was rounded to bfloat16.
+# Largest difference of two copies of a weight, relative to its largest element, if one was rounded to bfloat16.
 _ROUNDED = 2.0**-7
 
 
 def settle(
     adapter: Adapter, source: str, base: str, error: Type[LoraError], table: Optional[Callable[[], np.ndarray]] = None
 ) -> None:
-    """Takes the saved head off an adapter for a base with one table, where it equals the saved embedding.
+    """Removes the saved head from an adapter for a base with one table if it equals the saved embedding.
 
-    Raises ``error`` if the adapter has an embedding that the head must not share, or is for a head with a weight of its
-    own. Messages call what has one table ``base``; ``table`` returns it, and is called only if it decides.
+    Raises ``error`` if the adapter has an embedding that the head must not share, or is for a head with its own
+    weight. Messages name the base ``base``; ``table`` returns its table, and is called only if needed.
     """
     embedding = _saved(adapter, names.embeddings())
     head = _saved(adapter, names.output_heads())
@@ -36,7 +36,7 @@ def settle(
         if head is None or head not in adapter.base_tables or table is None:
             return
         head_weight, of_base = adapter.saved_modules[head], table()
-        # Matching sees to the shapes.
+        # Matching checks the shapes.
         if head_weight.shape == of_base.shape and not is_copy(head_weight, of_base):
             raise error(
                 f"{source} holds {head}, the weight that the adapter of the output head is for, but {base} has another "
@@ -59,9 +59,9 @@ def settle(
 
 
 def complete_pairs(adapter: Adapter) -> None:
-    """Gives embedding and head one change, where PEFT keeps them equal (ensure_weight_tying) and the file has one.
+    """Gives embedding and head the same change if PEFT keeps them equal (ensure_weight_tying) and the file has one.
 
-    The A and B of one are the B and A of the other, transposed. A pair of any other variant is left as it is.
+    The A and B of one are the B and A of the other, transposed. Pairs of other variants are unchanged.
     """
     embedding, head = _adapted(adapter)
     if not adapter.peft_fields.get("ensure_weight_tying") or not adapter.variant.is_plain:
@@ -74,7 +74,7 @@ def complete_pairs(adapter: Adapter) -> None:
 
 
 def drop_equal_head(adapter: Adapter) -> None:
-    """Takes the pair and the weight of the head off an adapter whose embedding has the same: one table has both."""
+    """Removes the head's pair and weight from an adapter whose embedding has the same: one table serves both."""
     embedding, head = _adapted(adapter)
     saved = _saved(adapter, names.output_heads())
     if embedding and head:
@@ -99,16 +99,16 @@ def unties(adapter: Adapter) -> bool:
 
 
 def has_lone_embedding(adapter: Adapter) -> bool:
-    """Returns whether an adapter has an embedding of its own beside which a tied output head stays the base's."""
+    """Returns whether an adapter has its own embedding while the tied output head stays the base's."""
     embedding = _saved(adapter, names.embeddings())
     return embedding is not None and not _saved(adapter, names.output_heads()) and _is_untied(adapter, embedding)
 
 
 def drop_copies(adapter: Adapter, weight_of: Callable[[str], Optional[np.ndarray]]) -> None:
-    """Takes the base's own tables off an adapter, which PEFT saves beside pairs of embeddings and output heads.
+    """Removes the base's own tables, which PEFT saves beside pairs of embeddings and output heads, from an adapter.
 
-    A table that differs from the base's stays: the pair is for that one. ``weight_of`` takes the name of a parameter,
-    and returns None where the base has none, or none with values.
+    A table that differs from the base's stays, since the pair is for it. ``weight_of`` takes a parameter's name,
+    and returns None if the base lacks it or its values.
     """
     for name in adapter.base_tables:
         weight = weight_of(name)
@@ -118,7 +118,7 @@ def drop_copies(adapter: Adapter, weight_of: Callable[[str], Optional[np.ndarray
 
 
 def is_copy(weight: np.ndarray, table: np.ndarray) -> bool:
-    """Returns whether a weight is the table, as far as rounding lets it be."""
+    """Returns whether a weight equals the table up to rounding."""
     weight = to_float32(weight)
     table = to_float32(table)
     return weight.shape == table.shape and bool(np.abs(weight - table).max() <= _ROUNDED * np.abs(table).max())
@@ -141,9 +141,9 @@ def is_of_vocabulary(name: str) -> bool:
 
 
 def add_head(adapter: Adapter, embedding: str, head: str) -> None:
-    """Gives an adapter of a network with tied embeddings the head too, so that PEFT does not untie them.
+    """Adds the head to an adapter of a network with tied embeddings, so that PEFT does not untie them.
 
-    It does so if ``embedding`` is among the saved modules, and not with an adapter of the embedding, where it is the
+    It does so if ``embedding`` is among the saved modules, except beside an adapter of the embedding, where it is the
     base's.
     """
     if embedding in adapter.saved_modules and embedding.rpartition(".")[0] not in adapter.paths:
@@ -157,9 +157,9 @@ def _saved(adapter: Adapter, paths: Iterable[str]) -> Optional[str]:
 
 
 def _is_untied(adapter: Adapter, embedding: str) -> bool:
-    """Returns whether PEFT would give the embedding a weight of its own.
+    """Returns whether PEFT would give the embedding its own weight.
 
-    It does not where the file holds the base's weight without naming it, as after a change of the vocabulary. An
+    It does not if the file holds the base's weight without naming it, as after a change of the vocabulary. An
     adapter with a fingerprint was trained here, where tied embeddings stay tied.
     """
     modules = adapter.peft_fields.get("modules_to_save") or ()
@@ -182,7 +182,7 @@ def _add_transposed(adapter: Adapter, path: str, other: str) -> None:
 
 
 def _change_alike(adapter: Adapter, embedding: str, head: str) -> bool:
-    """Returns whether the pairs of embedding and head are one and the same change, as ensure_weight_tying keeps it."""
+    """Returns whether the pairs of embedding and head are the same change, as with ensure_weight_tying."""
     if adapter.alphas.get(embedding) != adapter.alphas.get(head) or not adapter.variant.is_plain:
         return False
     pairs = [(adapter.tensors[embedding, half], adapter.tensors[head, other].T) for half, other in ("AB", "BA")]

@@ -1,4 +1,4 @@
-"""convert_base: a base model's checkpoint from Hugging Face's names to MindFormers' and back.
+"""convert_base: converts a base model's checkpoint from Hugging Face's names to MindFormers' and back.
 
 Elements are copied as they are: MindFormers rotates pairs of positions as Hugging Face does, so no row of q or k moves.
 """
@@ -30,7 +30,7 @@ _NO_CONFIG = (
 )
 _EMBEDDING, _GATE = "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"
 _QUERIES, _KEYS_OF_ATTENTION = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
-# Key of transformers -> key of MindFormers' LlamaConfig, and what the model has if the YAML does not say.
+# Key of transformers -> key of MindFormers' LlamaConfig, and the model's default.
 _KEYS: Dict[str, Tuple[str, Any]] = {
     "num_attention_heads": ("num_heads", 32),
     "num_key_value_heads": ("n_kv_heads", None),
@@ -57,16 +57,16 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclasses.dataclass(frozen=True)
 class ConvertBaseReport:
-    """What convert_base did; str() gives it as text.
+    """The result of convert_base; str() gives it as text.
 
     Attributes:
         source, output (str): The two checkpoints.
-        from_, to (str): Whose names they have, "hf", "mindformers" or "mcore".
+        from_, to (str): The naming of each, "hf", "mindformers" or "mcore".
         files (tuple of str): The written files that hold tensors.
         tensors (int): Number of tensors written.
         bytes (int): Their size.
-        skipped (tuple of str): Tensors of the source that every model computes for itself.
-        notes (tuple of str): What was decided about tied embeddings, and what was left out besides.
+        skipped (tuple of str): Tensors of the source that every model computes itself.
+        notes (tuple of str): The decision about tied embeddings, and what else was left out.
         seconds (float): How long it took.
     """
 
@@ -121,9 +121,9 @@ def convert_base(
 
     Args:
         source (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
-        output (str): A folder, which gets the source's division into files, or a .safetensors or .ckpt file.
+        output (str): A folder, divided into files like the source, or a .safetensors or .ckpt file.
         from_ (str): "hf", "mindformers" or "mcore", which is checked against the names; None detects it from them.
-        to (str): "hf", "mindformers" or "mcore". Of a model that MindFormers has as an mcore model alone, such as
+        to (str): "hf", "mindformers" or "mcore". For a model that MindFormers has only as an mcore model, such as
             Qwen3, "mindformers" means "mcore". "pynative" writes the folder that the PyNative trainer of MindFormers 2
             loads, for Qwen3, Qwen3-MoE and DeepSeek-V3.
         concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers". Default: False.
@@ -132,19 +132,19 @@ def convert_base(
             them from the config.json beside the source, or from ``config``.
         overwrite (bool): Whether to replace an existing ``output``. Default: False.
         model_config (dict): model.model_config of a MindFormers YAML, from which a folder for Hugging Face gets its
-            config.json if there is none beside the source. Default: None.
-        config (dict): The content of the model's config.json, if there is none beside the source; a folder for Hugging
+            config.json if the source has none. Default: None.
+        config (dict): The content of the model's config.json, if the source has none; a folder for Hugging
             Face gets it. Default: None.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
-        dtype (str): "float32", "float16" or "bfloat16": what quantized weights are decoded to. Default: None, the dtype
-            that the config.json beside them says, or float32.
+        dtype (str): "float32", "float16" or "bfloat16": the dtype of decoded quantized weights. Default: None, the
+            dtype in the config.json beside them, or float32.
 
     Returns:
         ConvertBaseReport.
 
     Raises:
-        CheckpointError: The source cannot be read or holds a name that is not known, the numbers of heads are needed
-            but not known, or ``output`` cannot be written.
+        CheckpointError: The source cannot be read or holds an unknown name, the numbers of heads are needed
+            but unknown, or ``output`` cannot be written.
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.
     """
     started = time.perf_counter()
@@ -216,8 +216,8 @@ def in_mindformers_names(base: BaseCheckpoint) -> Tuple[List[OutputTensor], List
 def in_hugging_face_names(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
     """Returns the tensors of ``base`` as convert_base would write them for Hugging Face.
 
-    By the numbers of heads joined tensors are split. The weights of a layer's routed experts are stacked, as
-    transformers 5 has them. Of a quantized base see mindlora.files.base.renaming.
+    Joined tensors are split by the numbers of heads. The weights of a layer's routed experts are stacked, as in
+    transformers 5. For a quantized base see mindlora.files.base.renaming.
     """
     if base.world == HF:
         tensors = [tensor_of(base, name) for name in base.tensors]
@@ -249,7 +249,7 @@ def _check_worlds(base: BaseCheckpoint, from_: Optional[str], to: str, concat: b
 
 
 def _world_of(base: BaseCheckpoint, to: str) -> str:
-    """Returns whose names the form ``to`` has; "mindformers" means "mcore" of a model that is an mcore model alone."""
+    """Returns the naming of the form ``to``; "mindformers" means "mcore" for a model that has no legacy form."""
     return MCORE if to == PYNATIVE or to == LEGACY and not base.architecture.legacy else to
 
 
@@ -313,10 +313,10 @@ def hugging_face_config(tensors: Sequence[Tuple[str, Any, Tuple[int, ...]]], mod
 
     Args:
         tensors (sequence): (name, dtype, shape) of each tensor, under Hugging Face's names.
-        model_config (mapping): That of a MindFormers YAML. Sizes that the tensors show must not contradict it; heads,
-            positions and token ids are its own.
+        model_config (mapping): model_config of a MindFormers YAML. Sizes of the tensors must not contradict it; heads,
+            positions and token ids come from it alone.
 
-    Raises CheckpointError if they disagree, or the model is another or its rotary embedding extended.
+    Raises CheckpointError if they disagree, for other models, and for extended rotary embeddings.
     """
     shapes = {name: shape for name, _, shape in tensors}
     kind = by_hugging_face_type(str(model_config.get("model_type")))
@@ -387,7 +387,7 @@ def _of_mcore_model(kind, shapes, model_config):
 
 
 def _shown(shapes):
-    """Returns the sizes that every model's tensors show."""
+    """Returns the sizes that the tensors of every model show."""
     layers = {name.split(".")[2] for name in shapes if name.startswith("model.layers.")}
     vocabulary, hidden = shapes[_EMBEDDING]
     return {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": len(layers)}

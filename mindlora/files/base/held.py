@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint whose quantized weights are held in their own bits, under the names of a network."""
+"""The tensors of a checkpoint, with quantized weights held in their own bits, under a network's names."""
 
 from typing import Callable, Collection, Dict, Mapping, NamedTuple, Optional
 
@@ -16,11 +16,11 @@ Renamed = Callable[[BaseCheckpoint], Mapping[str, OutputTensor]]
 
 
 class HeldTensors(NamedTuple):
-    """What held_tensors returns.
+    """The result of held_tensors.
 
     Attributes:
-        tensors (dict): Name -> OutputTensor, of each weight in integers the three that hold it.
-        forms (dict): Name of such a weight -> how it is held.
+        tensors (dict): Name -> OutputTensor; three of them hold each weight in integers.
+        forms (dict): Name of such a weight -> its form.
         base (BaseCheckpoint): The checkpoint that they are read from, for its notes.
     """
 
@@ -30,11 +30,11 @@ class HeldTensors(NamedTuple):
 
 
 def held_forms(path: str, parameters: Collection[str], kv_heads: Optional[int]) -> Dict[str, IntegerForm]:
-    """Returns name -> how it is held in its own bits, of the quantized weights of a checkpoint.
+    """Returns name -> form of the quantized weights of a checkpoint that are held in their own bits.
 
     Args:
         path (str): The checkpoint.
-        parameters (collection of str): The names of a network's parameters, which are MindFormers'.
+        parameters (collection of str): MindFormers' names of a network's parameters.
         kv_heads (int): Key-value heads, for the joined cells of a legacy Llama.
 
     Raises CheckpointError as held_tensors does.
@@ -55,9 +55,9 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
 
     Args:
         base (BaseCheckpoint): The checkpoint.
-        renamed (callable): Returns the tensors of one under the names that they are wanted under, by these names.
+        renamed (callable): Takes a checkpoint; returns new name -> OutputTensor.
 
-    Raises CheckpointError if a weight cannot be held so, or weights that are joined differ in their forms.
+    Raises CheckpointError if a weight cannot be held so, or joined weights differ in their forms.
     """
     columns = {name: tensor.shape[-1] for name, tensor in renamed(base).items() if tensor.shape}
     views = {field: base.holding(field) for field in TENSOR_NAMES}

@@ -1,10 +1,10 @@
-"""Makes joined tensors (MindFormers' qkv_concat) and stacked experts from a checkpoint's separate ones, and back.
+"""Joins a checkpoint's tensors (MindFormers' qkv_concat) and stacks its experts, and splits them again.
 
 Both directions of a joined tensor read a range of rows at a time: whole groups, as
 mindlora.models.architectures.joined_rows defines them.
 
 Hugging Face's checkpoints have gate_proj [inner, hidden], up_proj and down_proj [hidden, inner] of each expert, or
-gate_up_proj [experts, 2 inner, hidden] and down_proj [experts, hidden, inner] of all. mcore has weight1
+gate_up_proj [experts, 2 inner, hidden] and down_proj [experts, hidden, inner] for all. mcore has weight1
 [experts * hidden, 2 inner] and weight2 [experts * inner, hidden]: each expert's matrix transposed.
 """
 
@@ -29,7 +29,7 @@ _SINGLE = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight$")
 
 
 def parts_of(name: str) -> List[str]:
-    """Returns the parameters that a joined one replaces, or [] for any other; all under MindFormers' names."""
+    """Returns the parameters that a joined one replaces, or [] for other parameters; all under MindFormers' names."""
     path, _, leaf = name.rpartition(".")
     return [f"{part}.{leaf}" for part in names.joined_parts(path)] if leaf in ("weight", "bias") else []
 
@@ -44,7 +44,7 @@ def joined_name(name: str) -> Optional[str]:
 def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> OutputTensor:
     """Returns the tensor ``joined`` made of the tensors of its parts, in the order of their rows.
 
-    Raises CheckpointError if they cannot be joined, or kv_heads (for w_qkv) is wrong or not known.
+    Raises CheckpointError if they cannot be joined, or kv_heads (for w_qkv) is wrong or unknown.
     """
     parts = [tensor.name for tensor in tensors]
     if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
@@ -77,7 +77,7 @@ def join(joined: str, tensors: List[OutputTensor], kv_heads: Optional[int]) -> O
 
 
 def add_joined(names_: Iterable[str], tensors: Dict[str, OutputTensor], kv_heads: Optional[int]) -> None:
-    """Makes those of ``names_``, MindFormers' own, that join tensors which a checkpoint holds apart, in place."""
+    """Adds, in place, the joined tensors of ``names_`` (MindFormers' names) that a checkpoint holds apart."""
     for name in set(names_) - set(tensors):
         parts = parts_of(name)
         if parts and all(part in tensors for part in parts):
@@ -87,8 +87,8 @@ def add_joined(names_: Iterable[str], tensors: Dict[str, OutputTensor], kv_heads
 def split(tensor: OutputTensor, joined: str, targets: List[str], model: HeadSizes) -> List[OutputTensor]:
     """Returns the tensors ``targets``, in the order of their rows, that a joined one is divided into.
 
-    ``joined`` is its name under MindFormers' names. Raises CheckpointError if the rows do not match the numbers of
-    heads, or these are needed but not known.
+    ``joined`` is MindFormers' name. Raises CheckpointError if the rows do not match the numbers of
+    heads, or these are needed but unknown.
     """
     sizes = _group_sizes(tensor.name, _cell(joined), tensor.shape[0], model)
     groups = tensor.shape[0] // sum(sizes)
@@ -138,9 +138,9 @@ class ExpertTensor(NamedTuple):
     """A tensor that holds weights of experts.
 
     Attributes:
-        stack (Experts): The record of the stacked weight that it is, or is a part of.
-        holder (str): What comes before the weight's name, such as model.layers.0.mlp.experts.
-        expert (int): The expert that it is of, or None for a stacked weight.
+        stack (Experts): The record of the stacked weight that contains it.
+        holder (str): The path before the weight's name, such as model.layers.0.mlp.experts.
+        expert (int): Its expert, or None for a stacked weight.
         part (str): The cell of that expert, such as up_proj; "" for a stacked weight.
     """
 
@@ -151,7 +151,7 @@ class ExpertTensor(NamedTuple):
 
 
 def expert_tensor(base: BaseCheckpoint, name: str) -> Optional[ExpertTensor]:
-    """Returns what the tensor ``name`` of ``base`` is, or None if it is not of routed experts."""
+    """Returns the description of the tensor ``name`` of ``base``, or None if it does not belong to routed experts."""
     stacks = base.architecture.experts
     match = _SINGLE.match(name) if base.world == HF else None
     if match:
@@ -164,7 +164,7 @@ def expert_tensor(base: BaseCheckpoint, name: str) -> Optional[ExpertTensor]:
 
 
 def experts_to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputTensor]:
-    """Returns what is written for Hugging Face's tensor ``name``: the stacked weight, in the place of its first part.
+    """Returns the tensors written for Hugging Face's ``name``: the stacked weight, in the place of its first part.
 
     Raises CheckpointError if some experts are missing, or their tensors differ in shape or dtype.
     """
@@ -201,9 +201,9 @@ def experts_to_mcore(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List
 
 
 def experts_to_hugging_face(base: BaseCheckpoint, name: str, own: ExpertTensor) -> List[OutputTensor]:
-    """Returns the tensors of single experts that are written for mcore's stacked weight ``name``.
+    """Returns the tensors of single experts written for mcore's stacked weight ``name``.
 
-    Raises CheckpointError if the number of experts, which the router's weight tells, does not divide its rows.
+    Raises CheckpointError if the number of experts, known from the router's weight, does not divide its rows.
     """
     info = base.tensors[name]
     router = f"{own.holder.rpartition('.')[0]}.router.weight"
@@ -235,7 +235,7 @@ def experts_to_hugging_face(base: BaseCheckpoint, name: str, own: ExpertTensor) 
 
 
 def _parts_of_stacks(base: BaseCheckpoint, own: ExpertTensor) -> List[List[str]]:
-    """Returns for each expert the names of the tensors that are stacked with the first one."""
+    """Returns, for each expert, the names of the tensors that are stacked with the first one."""
     singles = filter(None, map(_SINGLE.match, base.tensors))
     experts = 1 + max(int(single[2]) for single in singles if single[1] == own.holder)
     parts = []
@@ -245,7 +245,7 @@ def _parts_of_stacks(base: BaseCheckpoint, own: ExpertTensor) -> List[List[str]]
 
 
 def stack_experts(tensors: List[OutputTensor], stacks: Sequence[Experts]) -> List[OutputTensor]:
-    """Returns the tensors with those of single experts (Hugging Face's names) stacked: [experts, out, in].
+    """Returns the tensors with single experts' (Hugging Face's names) stacked: [experts, out, in].
 
     Raises CheckpointError if some experts are missing.
     """
@@ -265,7 +265,7 @@ def stack_experts(tensors: List[OutputTensor], stacks: Sequence[Experts]) -> Lis
 
 
 def _stack(target: str, holder: str, kinds: Sequence[str], tensors: Mapping[str, OutputTensor]) -> OutputTensor:
-    """Returns the tensor ``target`` of all experts, in whose matrices those of ``kinds`` are one after the other."""
+    """Returns the tensor ``target`` of all experts, whose matrices join those of ``kinds`` one after the other."""
     singles = filter(None, map(_SINGLE.match, tensors))
     count = 1 + max(int(single[2]) for single in singles if single[1] == holder)
     parts = []

@@ -1,4 +1,4 @@
-"""A whole model for llama.cpp and what is built on it, such as Ollama: weights, sizes and tokenizer in one file."""
+"""A complete model for llama.cpp and programs built on it, such as Ollama: weights, sizes and tokenizer in one file."""
 
 import functools
 import logging
@@ -21,23 +21,23 @@ from mindlora.models.llama_cpp import LlamaCppModel
 
 logger = logging.getLogger("mindlora")
 
-# How weights can be stored -> general.file_type.
+# Form of stored weights -> general.file_type.
 TYPES = {F32: 0, F16: 1, Q8_0: 7}
 _SCRIPT = "Convert the merged folder with llama.cpp's convert_hf_to_gguf.py."
 # llama.cpp's kinds of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The regular expression by which a text is cut before its bytes are joined -> llama.cpp's name of it.
+# The regular expression that splits a text before its bytes are joined -> llama.cpp's name for it.
 SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"\p{N}" + _REST: "qwen2"}
-# What ByteLevel cuts by itself.
+# The regular expression of ByteLevel itself.
 _GPT2 = "gpt-2"
-# The roles that llama.cpp knows -> the end of their key.
+# Roles of tokens in llama.cpp -> the end of their key.
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def check(folder: str, world: str, config: Mapping[str, Any], outtype: str) -> None:
-    """Raises CheckpointError if no GGUF file can be made of the base in ``folder``, InstallationError without gguf."""
+    """Raises CheckpointError if the base in ``folder`` cannot become a GGUF file, InstallationError without gguf."""
     gguf_file.require_gguf()
     if outtype not in TYPES:
         raise CheckpointError(
@@ -71,7 +71,7 @@ def write(
         folder (str): The model's folder.
         config (mapping): The content of config.json.
         tensors (list of OutputTensor): Under Hugging Face's names.
-        outtype (str): What weights are stored as, "f32", "f16" or "q8_0". Norms and biases are stored in float32, and
+        outtype (str): The form of stored weights, "f32", "f16" or "q8_0". Norms and biases are stored in float32, and
             weights whose rows q8_0 cannot cut into blocks of 32 in float16.
         progress (callable): Takes the size of each tensor that was written, in bytes.
         tokenizer (str): The folder with the tokenizer. Default: None, the model's.
@@ -124,7 +124,7 @@ def write(
 
 
 def _context_length(config: HuggingFaceConfig, model: LlamaCppModel) -> int:
-    """Returns for how many tokens llama.cpp does what the model does; warns if the model takes more."""
+    """Returns the number of tokens for which llama.cpp computes what the model does; warns if the model takes more."""
     length, window = config.count("max_position_embeddings", 2048), config.window()
     if window is None or window >= length:
         return length
@@ -159,7 +159,7 @@ def _tensor(
 
 
 def _whole(tensor: OutputTensor, heads: Optional[int], stored: str, progress: Callable[[int], None]) -> np.ndarray:
-    """Returns all rows, in llama.cpp's order; those of q and k by ``heads``."""
+    """Returns all rows, in llama.cpp's order; rows of q and k are ordered by ``heads``."""
     array = tensor.rows(0, tensor.row_count)
     if heads:
         array = llama_cpp.neighbors_from_halves(array, heads)
@@ -176,7 +176,7 @@ def _whole(tensor: OutputTensor, heads: Optional[int], stored: str, progress: Ca
 
 
 def _llama3_factors(config: HuggingFaceConfig, rope: Rope, head_dim: int) -> np.ndarray:
-    """Returns by what each frequency is divided (Llama 3.1): long waves by a factor, short ones by 1."""
+    """Returns the divisor of each frequency (Llama 3.1): a factor for long waves, 1 for short ones."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     settings = config.scaling(rope, dict.fromkeys(keys))
     factor, low, high, length = (float(settings[key]) for key in keys)
@@ -189,7 +189,7 @@ def _llama3_factors(config: HuggingFaceConfig, rope: Rope, head_dim: int) -> np.
 def vocabulary(folder: str, config: Mapping[str, Any]) -> Dict[str, Value]:
     """Returns the tokenizer's keys and values; ``config`` is the content of the folder's config.json.
 
-    Raises CheckpointError if there is no tokenizer.json, or llama.cpp has no tokenizer that does what it says.
+    Raises CheckpointError if there is no tokenizer.json, or llama.cpp has no equivalent tokenizer.
     """
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
@@ -237,7 +237,7 @@ def _read(path: str) -> Dict[str, Any]:
 
 
 def _tokens(model: Mapping, added: List[Mapping], size: int, path: str) -> Dict[str, int]:
-    """Returns each token -> its kind, in the order of their numbers, with one for every row of the embedding."""
+    """Returns token -> kind in the order of token numbers, one for every row of the embedding."""
     names = {number: token for token, number in model.get("vocab", {}).items()}
     names.update({token["id"]: token["content"] for token in added})
     if max(names) >= size:
@@ -259,7 +259,7 @@ def _tokens(model: Mapping, added: List[Mapping], size: int, path: str) -> Dict[
 
 
 def _scores(tokens: Mapping[str, int], merges: List[str]) -> List[float]:
-    """Returns scores by which sentencepiece, which joins the highest first, joins as the merges do, first to last."""
+    """Returns scores with which sentencepiece, which joins the highest first, follows the order of the merges."""
     joined: Dict[str, float] = {}
     for rank, merge in enumerate(merges):
         joined.setdefault(merge.replace(" ", "", 1), -float(rank))
@@ -267,21 +267,21 @@ def _scores(tokens: Mapping[str, int], merges: List[str]) -> List[float]:
 
 
 def _steps(content: Mapping, stage: str) -> Iterator[Mapping]:
-    """Yields the steps of a stage of a tokenizer: the one that there is, or those of a sequence."""
+    """Yields the steps of a stage of a tokenizer: a single one, or those of a sequence."""
     step = content.get(stage) or {}
     listed = step.get("normalizers") or step.get("pretokenizers") or step.get("processors")
     yield from (listed if step.get("type") == "Sequence" else [step]) or []
 
 
 def _adds_space(content: Mapping) -> bool:
-    """Returns whether a space is put before a text."""
+    """Returns whether the tokenizer puts a space before a text."""
     prepends = any(step.get("type") == "Prepend" for step in _steps(content, "normalizer"))
     metaspaces = (step for step in _steps(content, "pre_tokenizer") if step.get("type") == "Metaspace")
     return prepends or any(step.get("prepend_scheme", "always") != "never" for step in metaspaces)
 
 
 def _split(content: Mapping, path: str) -> str:
-    """Returns llama.cpp's name of the way in which a text is cut."""
+    """Returns llama.cpp's name for the way in which a text is split."""
     steps = list(_steps(content, "pre_tokenizer"))
     patterns = [step.get("pattern", {}).get("Regex", "") for step in steps if step.get("type") == "Split"]
     if any(step.get("type") == "ByteLevel" for step in steps):
@@ -308,7 +308,7 @@ def _special(numbers: Mapping[str, int], named: Mapping, config: Mapping) -> Dic
 
 
 def _text(token: Any) -> str:
-    """Returns the text of a token of tokenizer_config.json, which is written in two ways; "" for none."""
+    """Returns the text of a token of tokenizer_config.json, which has two forms; "" for none."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 

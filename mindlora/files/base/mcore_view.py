@@ -1,7 +1,7 @@
-"""What MindFormers 2's PyNative trainer saves, read with mcore's names and shapes, from which it has two differences.
+"""Reads checkpoints of MindFormers 2's PyNative trainer with mcore's names and shapes, from which they differ twice.
 
-The weights of a layer's experts have three axes, [experts, in, out], and mcore's two, [experts * in, out]. The bias of
-a router is beside it and not in it.
+Its weights of a layer's experts have three axes, [experts, in, out], and mcore's two, [experts * in, out]. Its bias of
+a router is stored beside the router, not in it.
 """
 
 import math
@@ -18,10 +18,10 @@ MCORE_BIAS = ".mlp.router.expert_bias"
 
 
 class McoreView:
-    """A file of the trainer's with mcore's names and shapes, with the interface of TensorFile.
+    """A file of the trainer under mcore's names and shapes, with the interface of TensorFile.
 
     Args:
-        file (TensorFile or StepFolder): The open file, which is closed with this.
+        file (TensorFile or StepFolder): The open file, which is closed with the view.
 
     Attributes:
         tensors (dict): Name -> TensorInfo.
@@ -61,12 +61,12 @@ class McoreView:
 
 
 def has_its_names(file: Union[TensorFile, StepFolder]) -> bool:
-    """Returns whether a file holds something that the trainer calls or stacks otherwise than mcore."""
+    """Returns whether a file holds a tensor that the trainer names or stacks differently from mcore."""
     return any(name.endswith(BIAS) or _is_stack(name, info) for name, info in file.tensors.items())
 
 
 def with_end(name: str, end: str, other: str) -> str:
-    """Returns ``name`` with another end, if it has the first one."""
+    """Returns ``name`` with its end replaced, if it has that end."""
     return name[: -len(end)] + other if name.endswith(end) else name
 
 

@@ -29,24 +29,24 @@ from mindlora.files.base.writer import PYNATIVE, OutputTensor, Shard, check_chec
 from mindlora.models import names
 from mindlora.models.architectures.architecture import LEGACY, MCORE
 
-# What the table of an embedding can be called.
+# Names of an embedding's table.
 _TABLES = ("embedding_weight", "embedding_table")
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeCheckpointReport:
-    """What merge_checkpoint did; str() gives it as text.
+    """The result of merge_checkpoint; str() gives it as text.
 
     Attributes:
         files (tuple of str): The written files that hold tensors.
         merged (int): Number of tensors that an adapter was added to.
         replaced (int): Number of tensors that saved modules (modules_to_save) replaced.
         unchanged (int): Number of tensors copied as they are.
-        bytes (int): Size of all tensors, of a GGUF file that of the file.
+        bytes (int): Size of all tensors, or of the GGUF file.
         tensor (str): The tensor whose result on a random probe differs most from the exact one.
-        difference (float): That difference, in the largest element.
+        difference (float): The difference in its largest element.
         bound (float): How much rounding can change that element.
-        notes (tuple of str): What of the base was left out.
+        notes (tuple of str): Parts of the base that were left out.
     """
 
     base: str
@@ -92,10 +92,10 @@ def merge_checkpoint(
     round(m / ||W + scale B A|| (W + scale B A)) for each row.
 
     Where the base has one table for embedding and output head, and the adapter changes one of the two or both in
-    different ways, they are written as two (tie_word_embeddings: False), since that is what the adapter was trained to
-    be. Where both change alike (PEFT's ensure_weight_tying), they stay one.
+    different ways, they are written as two (tie_word_embeddings: False), since the adapter was trained for
+    two. Where both change alike (PEFT's ensure_weight_tying), they stay one.
 
-    The sum is formed in float32 and rounded once, to the dtype that W is stored in. Each merged tensor is checked on a
+    The sum is formed in float32 and rounded once, to the stored dtype of W. Each merged tensor is checked on a
     random probe (see mindlora.core.numerics.folding.fold_and_probe). Saved modules replace the base's tensors, and all
     other tensors are copied as they are. The adapter's pairs are joined or split as the base requires: an adapter of
     wq, wk and wv goes onto a base with w_qkv, and the reverse.
@@ -106,18 +106,18 @@ def merge_checkpoint(
 
     Args:
         base (str): A folder of safetensors, with or without index, or a .safetensors or .ckpt file.
-        adapter (str): Any form that adapter_files.read knows.
-        output (str): A folder, which gets the base's division into files, or a .safetensors or .ckpt file; or a .gguf
+        adapter (str): An adapter in any form that adapter_files.read takes.
+        output (str): A folder, divided into files like the base, or a .safetensors or .ckpt file; or a .gguf
             file for llama.cpp, with the tokenizer in it, if the base is a folder from Hugging Face.
-        lora_alpha (float): What the adapter was trained with, if its files do not state it. Default: None.
+        lora_alpha (float): The adapter's lora_alpha, if its files do not state it. Default: None.
         kv_heads (int): Number of key-value heads, for w_qkv. Default: None, which takes it from the config.json beside
             the base.
         allow_pickle (bool): Whether an adapter_model.bin may be read. Default: False.
-        overwrite (bool): Whether to replace what is at ``output``. Default: False.
+        overwrite (bool): Whether to replace an existing ``output``. Default: False.
         progress (callable): Takes the size of each written block and the total size, in bytes. Default: None.
-        outtype (str): What a .gguf file stores weights as: "f32", "f16" or "q8_0" (8 bits and a scale for each 32
+        outtype (str): How a .gguf file stores weights: "f32", "f16" or "q8_0" (8 bits and a scale for each 32
             elements). Default: "f16".
-        on_base_mismatch (str): What to do if the adapter says that it was trained on another base: "error", "warn" (a
+        on_base_mismatch (str): The reaction to an adapter that was trained on another base: "error", "warn" (a
             note of the report) or "ignore". Default: "error".
 
     Returns:
@@ -127,8 +127,8 @@ def merge_checkpoint(
         AdapterError: The adapter cannot be read, holds NaN or infinity, has no lora_alpha, is for tensors that the base
             lacks (UnexpectedTensorsError) or has other shapes (ShapeMismatchError).
         BaseMismatchError: The adapter was trained on another base, with on_base_mismatch "error".
-        CheckpointError: The base cannot be read, something is at ``output`` already, or no GGUF file can be made of it.
-        InstallationError: A .gguf file is wanted, and the package gguf is not installed.
+        CheckpointError: The base cannot be read or cannot become a GGUF file, or ``output`` exists.
+        InstallationError: ``output`` is a .gguf file, and the package gguf is not installed.
         MergeError: A tensor cannot be merged into, or its result differs by more than rounding explains.
     """
     started = time.perf_counter()
@@ -218,7 +218,7 @@ class _Merging:
         self.base = base
         self.adapter = adapter
         self.source = source
-        # What is written, by the base's own names.
+        # The tensors to write, by the base's own names.
         self._tensors = dict(base.tensors)
         # MindFormers' name of a tensor, as in the adapter -> the base's own name.
         self._own = {_under_mindformers(name, base): name for name in base.tensors}
@@ -228,7 +228,7 @@ class _Merging:
         heads = kv_heads or base.config.get("num_key_value_heads") or base.config.get("num_attention_heads")
         if base.world == MCORE:
             rename_for(adapter, base.architecture)
-        # The base's own names of the embedding's table, and of the head that gets a copy of it.
+        # The base's own names for the embedding's table, and for the head that gets a copy of it.
         self._table = base.architecture.embedding_table(base.world)
         self._new_head: Optional[str] = None
         self._settle_head()
@@ -251,7 +251,7 @@ class _Merging:
             self._check_rows(name, path, indices, rows)
         for name, array in self._saved_modules.items():
             self._check_saved_module(name, array)
-        # A tensor's blocks follow each other, and all of them need its factors.
+        # A tensor's blocks follow one another, and all of them need its factors.
         self._factors = functools.lru_cache(maxsize=4)(self._factors_of)
         self._found: Dict[str, List[Tuple[float, float]]] = {name: [] for name in self._pairs}
         # The fields of config.json that change.
@@ -259,7 +259,7 @@ class _Merging:
         self._note_changes()
 
     def _note_changes(self):
-        """Takes note of what the model must be built with: of a vocabulary that grew, and of a head that was untied."""
+        """Records changes of the model's configuration: a larger vocabulary, and an untied head."""
         for vocabulary, _ in list(self._grown.values())[:1]:
             self.changed_config["vocab_size"] = vocabulary
             self.notes.append(
@@ -275,7 +275,7 @@ class _Merging:
 
     @property
     def names_by_file(self) -> Dict[str, List[str]]:
-        """Name of a file of the base -> the names of the tensors that are written instead of its own."""
+        """Name of a file of the base -> the names of the tensors written in place of its own."""
         by_file = self.base.names_by_file
         for tensors in by_file.values():
             if self._new_head and self._table in tensors and self._new_head not in self.base.tensors:
@@ -284,12 +284,12 @@ class _Merging:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the merged model embeds; 0 if it has no embedding."""
+        """The number of tokens in the merged model's embedding; 0 without one."""
         return self._shape_of(self._table)[0] if self._table in self._tensors else 0
 
     @property
     def shards(self) -> List[Shard]:
-        """The files that are written: one for each of the base's, with its tensors or what replaces them."""
+        """The files to write: one for each of the base's, with its tensors or their replacements."""
         shards = []
         for file, tensor_names in self.names_by_file.items():
             shards.append(Shard(list(map(self.tensor, tensor_names)), self.base.files[file].metadata))
@@ -303,7 +303,7 @@ class _Merging:
         return next((name for name in named if name in self._own), f"{path}.weight")
 
     def tensor(self, name: str) -> OutputTensor:
-        """Returns the tensor that is written instead of the base's tensor ``name``."""
+        """Returns the tensor written in place of the base's tensor ``name``."""
         info = self._tensors[name]
         rows = functools.partial(self._read_rows, name)
         if name in self._saved_modules:
@@ -324,7 +324,7 @@ class _Merging:
         return self.base.read_rows(self._table if name == self._new_head else name, begin, end)
 
     def _factors_of(self, path):
-        """Returns the matrices whose product is added to a weight: one pair, or one for the rows of each expert."""
+        """Returns the matrices whose products are added to a weight: one pair, or one for the rows of each expert."""
         left, right = factors(*self.adapter.pair(path), path in self.adapter.embeddings)
         left = left * np.float32(self.adapter.scale(path))
         return left.reshape(-1, *left.shape[-2:]), right.reshape(-1, *right.shape[-2:])
@@ -386,7 +386,7 @@ class _Merging:
         return self._read_rows(base_name, 0, self._tensors[base_name].shape[0])
 
     def _cell_shapes(self, kv_heads: Optional[int]) -> Dict[str, CellShape]:
-        """Returns what matching needs to know about the base's cells, by their paths under MindFormers' names."""
+        """Returns the properties of the base's cells for matching, by their paths under MindFormers' names."""
         shapes = {}
         for name, base_name in self._own.items():
             shape = self._tensors[base_name].shape
@@ -408,7 +408,7 @@ class _Merging:
             )
 
     def _settle_head(self):
-        """Gives the head of a base with tied embeddings a table of its own, if PEFT has two with this adapter."""
+        """Gives the head of a base with tied embeddings its own table, if PEFT has two with this adapter."""
         head = self.base.architecture.head_weight(LEGACY)
         is_tied = self.base.config.get("tie_word_embeddings", head not in self._own)
         if not is_tied or self._table not in self.base.tensors:
@@ -422,7 +422,7 @@ class _Merging:
         self._tensors[self._new_head] = self.base.tensors[self._table]
 
     def _check_base(self, kv_heads: Optional[int], on_base_mismatch: str) -> List[str]:
-        """Compares the base with the one that the adapter was trained on; as check_trained_base."""
+        """Compares the base with the one of the adapter's training, as check_trained_base does."""
         weights = {}
         for name in self._own:
             path, _, leaf = name.rpartition(".")
@@ -452,7 +452,7 @@ class _Merging:
         factors(adapter.tensors[path, "A"], adapter.tensors[path, "B"])
 
     def _shape_of(self, name):
-        """Returns the shape that a tensor of the base will have."""
+        """Returns the shape that a tensor of the base will have when written."""
         return self._grown.get(name, self._tensors[name].shape)
 
     def _check_rows(self, name, path, indices, rows):
@@ -496,17 +496,17 @@ def _under_mindformers(name, base) -> str:
     # The record of the base first: two mcore models have a cell called linear_qkv.
     renamed = base.architecture.rename_parameter(name, base.world, LEGACY) or names.parameter_to_mindformers(name)
     if base.world == MCORE and names.to_mindformers(name) != name:
-        return names.to_mindformers(name)  # A stacked weight of experts, which adapters know as a cell.
+        return names.to_mindformers(name)  # A stacked weight of experts, which counts as a cell in adapters.
     if not renamed and names.parameter_in_adapters(name) != name:
         return names.parameter_in_adapters(name)
     return renamed or f"{names.to_mindformers(path)}.{leaf}"
 
 
 def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) -> Dict[str, Shape]:
-    """Returns the saved embedding and head that replace the base's at another number of tokens, name -> new shape.
+    """Returns the saved embedding and head that have another number of tokens than the base's: name -> new shape.
 
-    ``shapes`` are the base's, under MindFormers' names. Raises ShapeMismatchError if only one of the two is in the
-    file, or they differ in size.
+    ``shapes`` are the base's, under MindFormers' names. Raises ShapeMismatchError if the file has only one of the two,
+    or they differ in size.
     """
     saved = {name: array.shape for name, array in adapter.saved_modules.items()}
     grown = {
@@ -524,8 +524,8 @@ def _grown_tables(adapter: Adapter, shapes: Mapping[str, Shape], source: str) ->
 def _check_not_transposed(path: str, name: str, shapes: Mapping[str, Shape]) -> None:
     """Raises MergeError if the base stores its linear weights [in, out], as GPT-2's Conv1D does.
 
-    A bias has one element for each output, which tells wherever a weight is not square. ``name`` is the base's name of
-    the weight; ``shapes`` are under MindFormers' names.
+    A bias has one element for each output, which decides for weights that are not square. ``name`` is the base's name
+    for the weight; ``shapes`` are under MindFormers' names.
     """
     if f"{path}.bias" in shapes and any(_is_transposed(other, shapes) for other in shapes):
         raise MergeError(

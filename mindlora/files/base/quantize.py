@@ -41,19 +41,19 @@ from mindlora.models.architectures.joined_rows import HeadSizes
 from mindlora.models.lora_config import LoraConfig
 from mindlora.models.target_modules import select_quantized, select_targets
 
-# LoftQ for a checkpoint: while it is quantized, an adapter is made that compensates for the error, cell by cell.
+# LoftQ for a checkpoint: quantizing also builds an adapter that compensates for the error, cell by cell.
 
 
 class LoftqInitializer:
-    """Makes an adapter while a checkpoint is quantized, with one float weight in memory at a time.
+    """Builds an adapter while a checkpoint is quantized, with one float weight in memory at a time.
 
     ``weights`` is path -> weight of each linear cell, under MindFormers' names, ``quantized`` the paths whose weights
     become 4-bit, of which LoftQ initializes those that target_modules selects (``paths``). Other cells that it selects
     get a plain initial pair: A is He-uniform, B is zero. A joined cell gets one pair, which PEFT's form holds as pairs
-    of its parts; ``heads`` are the sizes by which its rows are told apart.
+    of its parts; ``heads`` are the sizes that separate its rows.
 
-    Raises LoraError if ``config`` is not one of LoftQ's, or selects nothing, too small a weight, or a joined cell whose
-    rows cannot be told apart.
+    Raises LoraError if ``config`` is not LoftQ's, or selects nothing, too small a weight, or a joined cell whose
+    rows cannot be separated.
 
     Source: Li et al., LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models, 2023.
     """
@@ -154,18 +154,18 @@ def _in_float(tensor: OutputTensor) -> np.ndarray:
 
 
 _WEIGHT = ".weight"
-# How many numbers are read at a time.
+# The number of elements read at a time.
 _AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeReport:
-    """What quantize_checkpoint did; str() gives it as text.
+    """The result of quantize_checkpoint; str() gives it as text.
 
     Attributes:
         quantized (tuple of str): Paths of the cells whose weights are now 4-bit.
         bytes_before, bytes (int): Size of all tensors before and after.
-        notes (tuple of str): What was left out, and what was decided about tied embeddings.
+        notes (tuple of str): Tensors that were left out, and the decision about tied embeddings.
         adapter (str): Folder of LoftQ's adapter, or None.
         started (tuple of str): Paths of the cells whose pairs LoftQ initialized.
     """
@@ -214,7 +214,7 @@ def quantize_checkpoint(
     Weights of a source in a quantized form are decoded to float32; those in NF4, in blocks of 64 numbers of a row, keep
     their values (nf4.repacked).
 
-    With ``adapter`` and ``config``, LoftQ makes an adapter too: for each weight that target_modules selects, it
+    With ``adapter`` and ``config``, LoftQ builds an adapter too: for each weight that target_modules selects, it
     determines the 4-bit weight and the pair in turn, so that both together are near the weight in float (see
     mindlora.core.numerics.initializers.loftq). The adapter is written as a PEFT folder for pet_config.adapter_path.
     LoftQ keeps one float weight, its decomposition and the adapter in memory. After an error, neither output is
@@ -235,7 +235,7 @@ def quantize_checkpoint(
         QuantizeReport.
 
     Raises:
-        CheckpointError: The source cannot be read, holds a name that is not known or is quantized already, or
+        CheckpointError: The source cannot be read, holds an unknown name or is quantized already, or
             ``output`` or ``adapter`` cannot be written.
         ConfigError: One of ``adapter`` and ``config`` is missing, ``config`` asks for a variant of LoRA, or lora_rank
             is larger than a side of a weight.
@@ -258,7 +258,7 @@ def quantize_checkpoint(
         notes += _notes_on_kept(base, kept, chosen)
         entries = [entry for tensor in tensors for entry in _entries(tensor, chosen, kept)]
         total = sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize for _, dtype, shape in entries)
-        # Each output replaces what was there only when both are complete.
+        # Both outputs are complete before either replaces an existing one.
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(atomic.replace_folder(adapter)) if adapter is not None else ""
             path = stack.enter_context(atomic.replace_file(output))
@@ -357,7 +357,7 @@ def _check_floats(source, tensors, chosen):
 def _kept(
     base: BaseCheckpoint, tensors: List[OutputTensor], chosen: List[str], loftq: Optional[LoftqInitializer]
 ) -> Set[str]:
-    """Returns the paths of the weights whose values can be kept bit by bit: they are in NF4 in the source already."""
+    """Returns the paths of the weights that keep their values bit for bit, since the source has them in NF4."""
     in_nf4 = base.decoded is not None and any(weight.nf4 for weight in base.decoded.weights.values())
     if not in_nf4 or loftq is not None:
         return set()
@@ -370,7 +370,7 @@ def _kept(
 
 
 def _notes_on_kept(base: BaseCheckpoint, kept: Set[str], chosen: List[str]) -> List[str]:
-    """Returns notes on a source in 4 or 8 bits: which weights keep their values, and which are rounded once more."""
+    """Returns notes on a source in 4 or 8 bits: which weights keep their values, and which are rounded again."""
     notes = []
     anew = [path for path in chosen if path not in kept]
     if kept:
@@ -384,7 +384,7 @@ def _notes_on_kept(base: BaseCheckpoint, kept: Set[str], chosen: List[str]) -> L
 
 
 def _entries(tensor, chosen, kept) -> list:
-    """Returns (name, dtype, shape) of each tensor that is written in place of ``tensor``."""
+    """Returns (name, dtype, shape) of each tensor written in place of ``tensor``."""
     if _path(tensor.name) not in chosen:
         return [tensor[:3]]
     fields = repacked_layout(*tensor.shape) if _path(tensor.name) in kept else layout(*tensor.shape)

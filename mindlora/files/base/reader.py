@@ -1,4 +1,4 @@
-"""Base models' checkpoints, tensor by tensor: a folder of safetensors with or without an index, or a single file.
+"""Reads base models' checkpoints tensor by tensor: a folder of safetensors with or without an index, or a single file.
 
 Safetensors are read row by row as requested. A .ckpt is read into memory as a whole.
 """
@@ -32,13 +32,13 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 WORLDS = {HF: "Hugging Face's", LEGACY: "MindFormers'", MCORE: "MindFormers' mcore"}
 _OWNERS = {HF: "Hugging Face", LEGACY: "MindFormers", MCORE: "MindFormers' mcore"}
-# What CheckpointMonitor and the optimizers of MindSpore and MindFormers save beside the parameters of the model.
+# State that CheckpointMonitor and the optimizers of MindSpore and MindFormers save beside the model's parameters.
 _RUN_STATE = (
     *("epoch_num", "step_num", "global_step", "global_batch_size", "current_iterator_step"),
     *("loss_scale", "scale_sense", "last_overflow_iterator_step"),
     *("beta1_power", "beta2_power", "learning_rate", "weight_decay"),
 )
-# How the names of an adapter's tensors end that MindFormers 2 saves with the base.
+# Ends of the names of an adapter's tensors that MindFormers 2 saves with the base.
 _ADAPTER_ENDINGS = (".lora_a", ".lora_b", "_lora_a", "_lora_b")
 # The files of a model's folder that transformers and MindFormers need besides the tensors.
 COMPANIONS = (
@@ -72,26 +72,26 @@ class BaseCheckpoint:
             index, a .safetensors file, or a .ckpt file, which is held in memory; or the folder of a step of MindFormers
             2's PyNative trainer, or that of all its steps, for the last one.
         mapped (bool): Whether rows of safetensors stay in the file until they are used: see TensorFile. Default: False.
-        decode_to (dtype): What weights in a quantized form (mindlora.files.base.quantized) are decoded to: they are
-            read as if they were stored in it, under their plain names. Default: None, the dtype of config.json, or
+        decode_to (dtype): The dtype of decoded weights (mindlora.files.base.quantized): they are
+            read as if stored in it, under their plain names. Default: None, the dtype of config.json, or
             float32.
 
     Attributes:
         files (dict): Name of a file -> the open file, in the order of the names.
         tensors (dict): Name of a tensor -> TensorInfo, file by file in the order of the bytes.
-        world (str): Whose names the tensors have: "hf", "mindformers" or "mcore".
+        world (str): The tensors' naming: "hf", "mindformers" or "mcore".
         architecture (Architecture): The record that knows their names.
-        config (dict): Content of the config.json beside the tensors; empty if there is none. It does not say that
-            weights are quantized which are decoded here.
+        config (dict): Content of the config.json beside the tensors; empty if there is none. It omits the quantization
+            of weights that are decoded here.
         decoded (DecodedWeights or None): The weights that the files hold in a quantized form.
         is_step (bool): Whether it is a step that MindFormers 2's PyNative trainer saved.
-        is_pynative (bool): Whether its tensors are named and shaped as that trainer has them; here they are as mcore
-            has them (see mindlora.files.base.mcore_view).
+        is_pynative (bool): Whether its tensors are named and shaped as in that trainer; here they appear as in mcore
+            (see mindlora.files.base.mcore_view).
         expert_heights (dict): Name of an expert weight of such a checkpoint -> rows of each expert.
         adapter_tensors (list of str): The adapter's tensors in such a step. They are in no other attribute.
-        bare_prefix (str): What the names in the files lack before them, if they are a bare model's: "model." of
-            layers.0...; "" of any other.
-        training_state (list of str): Tensors that are not the model's: the state of an optimizer and of a run, which
+        bare_prefix (str): The prefix that the names in a bare model's files lack: "model." for
+            layers.0...; "" for other files.
+        training_state (list of str): Tensors outside the model: the state of an optimizer and of a run, which
             MindFormers' CheckpointMonitor saves with the model. They are in no other attribute.
 
     Raises CheckpointError if nothing there can be read or the names are not known, AdapterError if a file is damaged.
@@ -124,7 +124,7 @@ class BaseCheckpoint:
             config = os.path.join(self.folder, CONFIG)
             self.config = _read_object(config) if os.path.isfile(config) else {}
             self.decoded = self._decode(decode_to)
-            # An optimizer's tensors are called as its parameters, after a prefix.
+            # An optimizer's tensors are named like its parameters, after a prefix.
             of_parameters = {name for name in self._file_of if name.partition(".")[2] in self._file_of}
             self.training_state = [
                 name
@@ -154,7 +154,7 @@ class BaseCheckpoint:
 
     @property
     def left_out(self) -> List[str]:
-        """Notes for reports: of decoded weights, completed names, training_state, and an adapter's tensors."""
+        """Notes for reports: on decoded weights, completed names, training_state, and an adapter's tensors."""
         notes = self.decoded.notes() if self.decoded else []
         if self.bare_prefix:
             notes.append(f"Its names are a bare model's (AutoModel's): read with {self.bare_prefix!r} before them.")
@@ -168,7 +168,7 @@ class BaseCheckpoint:
 
     @property
     def advice_without_head(self) -> str:
-        """What to do where the output head of a model whose embeddings are not tied is not among the tensors."""
+        """Advice for a model with untied embeddings whose output head is not among the tensors."""
         if self.bare_prefix:
             return "It is a bare model (AutoModel's), which writes no text: give the model with a head."
         return "Copy the model again."
@@ -189,11 +189,11 @@ class BaseCheckpoint:
         return self.files[self._file_of[name]].read_rows(stored, begin, end)
 
     def holding(self, field: str) -> "BaseCheckpoint":
-        """Returns the same open checkpoint with quantized weights read as a tensor that holds them in their own bits.
+        """Returns the same open checkpoint, which reads quantized weights as one of the tensors that hold their bits.
 
         ``field`` is "codes", "zeros" or "scales". The output head and the embedding are decoded.
 
-        Raises CheckpointError if no weight is quantized, or one cannot be held so, with all reasons.
+        Raises CheckpointError, with all reasons, if no weight is quantized, or one cannot be held so.
         """
         view = copy.copy(self)
         view.__dict__.pop("tensors", None)
@@ -218,7 +218,7 @@ class BaseCheckpoint:
         return self.files[file].tensors[stored]
 
     def _decode(self, dtype: Optional[np.dtype]) -> Optional[DecodedWeights]:
-        """Returns the weights in a quantized form, whose parts give way to their names in _file_of; None without."""
+        """Returns the quantized weights, whose names replace their parts in _file_of; None if there are none."""
         files = {name: file for name, file in self.files.items() if isinstance(file, TensorFile)}
         if len(files) < len(self.files):
             return None
@@ -230,7 +230,7 @@ class BaseCheckpoint:
         return decoded
 
     def _as_mcore(self, file: "OpenFile") -> "OpenFile":
-        """Returns a file of MindFormers 2's PyNative trainer with mcore's names, any other file as it is."""
+        """Returns a file of MindFormers 2's PyNative trainer under mcore's names, and other files unchanged."""
         if not isinstance(file, (TensorFile, step_folder.StepFolder)) or not mcore_view.has_its_names(file):
             return file
         self.is_pynative = True
@@ -248,7 +248,7 @@ class BaseCheckpoint:
             )
 
     def _complete_names(self):
-        """Gives the tensors of a bare model, such as AutoModel's layers.0..., the names of the model with a head."""
+        """Renames the tensors of a bare model, such as AutoModel's layers.0..., as in the model with a head."""
         self.bare_prefix = names.missing_prefix(self._file_of)
         self._stored = {names.with_prefix(name, self.bare_prefix): name for name in self._file_of}
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored.items()}
@@ -305,9 +305,9 @@ OpenFile = Union[TensorFile, CkptFile, step_folder.StepFolder, mcore_view.McoreV
 
 
 def detect_world(path: str, tensor_names: Iterable[str], architecture: Architecture) -> str:
-    """Returns "hf", "mindformers" or "mcore": whose names these are, among those that the record knows.
+    """Returns the naming of these tensors, "hf", "mindformers" or "mcore", among those that the record knows.
 
-    Raises CheckpointError if they are of no world, or of several.
+    Raises CheckpointError if no naming matches, or several do.
     """
     kinds: Dict[str, List[str]] = {world: [] for world in WORLDS}
     for name in tensor_names:
@@ -362,7 +362,7 @@ def _read_index(path: str) -> Optional[Dict[str, str]]:
             f"{index} has no weight_map, the table that says which file holds which tensor. Copy the model again."
         )
     for name, file in weight_map.items():
-        # Whoever wrote the index must not choose which files outside the folder are read.
+        # An index must not make mindlora read files outside the folder.
         if not isinstance(file, str) or file != os.path.basename(file) or file in ("", ".", "..") or "\\" in file:
             raise CheckpointError(
                 f"{index} says that {name} is in {file!r}, which is not the name of a file in the same folder. "

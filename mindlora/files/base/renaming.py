@@ -1,4 +1,4 @@
-"""What each tensor of a checkpoint becomes under other names: the same one, or joined or split ones; in 4 bits, too."""
+"""Renames the tensors of a checkpoint, joining or splitting them where needed, quantized ones included."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ _ABSMAX = tensor_name("", "absmax")
 
 
 class Plan:
-    """What to write: a Shard for each file of ``base``, and the names that are left out.
+    """The tensors to write: a Shard for each file of ``base``, and the names that are left out.
 
     Args:
         base (BaseCheckpoint): The checkpoint, open until the tensors are written.
@@ -39,8 +39,8 @@ class Plan:
         concat (bool): Whether to join w_qkv and w_gate_hidden, for "mindformers"; mcore always joins.
         heads, kv_heads (int): Numbers of attention and of key-value heads; None takes them from base.config.
 
-    ``skipped`` are the tensors that every model computes for itself. Raises CheckpointError if a name or a number of
-    heads is not known, or parts of a joined tensor are missing.
+    ``skipped`` are the tensors that every model computes itself. Raises CheckpointError if a name or a number of
+    heads is unknown, or parts of a joined tensor are missing.
     """
 
     def __init__(self, base: BaseCheckpoint, to: str, concat: bool, heads: Optional[int], kv_heads: Optional[int]):
@@ -49,7 +49,7 @@ class Plan:
         heads = heads or base.config.get("num_attention_heads")
         kv_heads = kv_heads or base.config.get("num_key_value_heads") or heads
         self._sizes = HeadSizes(heads, kv_heads, first=_latent_rows(base))
-        # Old checkpoints hold tables that every model computes for itself.
+        # Old checkpoints hold tables that every model computes itself.
         self.skipped = [name for name in base.tensors if names.is_computed(name)]
         self._joins = concat or to == MCORE
         # Legacy name -> name in base: joined tensors and their parts are known by legacy names.
@@ -66,7 +66,7 @@ class Plan:
             self.shards.append(Shard(list(itertools.chain.from_iterable(made)), base.files[file].metadata))
 
     def _renamed(self, name: str, source: str, target: str) -> Optional[str]:
-        """Returns a name in another world, by the record of the checkpoint first."""
+        """Returns a name in another world, looking it up in the checkpoint's record first."""
         renamed = self.base.architecture.rename_parameter(name, source, target)
         by_world = {
             HF: names.parameter_to_hugging_face,
@@ -92,7 +92,7 @@ class Plan:
             )
 
     def _made_of(self, name: str) -> List[OutputTensor]:
-        """Returns the tensors that are written in place of ``name``."""
+        """Returns the tensors written in place of ``name``."""
         if self._to == self.base.world:
             return [tensor_of(self.base, name)]
         expert = self._expert(name)
@@ -115,14 +115,14 @@ class Plan:
         return expert_tensor(self.base, name)
 
     def _joined_of(self, name: str) -> Optional[str]:
-        """Returns the joined tensor that ``name`` becomes a part of (its legacy name), or None."""
+        """Returns the joined tensor (its legacy name) of which ``name`` becomes a part, or None."""
         joined = joined_name(self._legacy.get(name, ""))
         if joined is None or self._to == HF and names.in_hugging_face(self._legacy[name].rpartition(".")[0]):
             return None
         return joined if self._joins or self._to == HF else None
 
     def _parts_of(self, name: str) -> List[str]:
-        """Returns the tensors that ``name`` is split into (their legacy names), or [] if it stays in one piece."""
+        """Returns the tensors (their legacy names) into which ``name`` is split, or [] if it stays in one piece."""
         legacy = self._legacy.get(name, "")
         splits = self._to == HF and not names.in_hugging_face(legacy.rpartition(".")[0])
         return parts_of(legacy) if splits else []
@@ -147,7 +147,7 @@ class Plan:
 
 
 def tensor_of(base: BaseCheckpoint, name: str) -> OutputTensor:
-    """Returns a tensor of ``base`` as it is."""
+    """Returns a tensor of ``base`` unchanged."""
     info = base.tensors[name]
     return OutputTensor(name, info.dtype, info.shape, functools.partial(base.read_rows, name))
 
@@ -179,9 +179,9 @@ def with_smaller_groups(shapes: Mapping[str, Tuple[int, ...]]) -> List[str]:
 def taken_apart(base: BaseCheckpoint, heads: int, kv_heads: int) -> List[OutputTensor]:
     """Returns the tensors of a quantized ``base`` of MindFormers under Hugging Face's names.
 
-    Groups of blocks cross rows. Where rows are taken out of a joined weight, its groups become smaller ones that do not
-    (nf4.by_row). The stacked weights of experts stay [experts * in, blocks * 32], as mcore has them, if they are
-    quantized; else they are those of single experts.
+    Groups of blocks cross rows. Taking rows out of a joined weight turns its groups into smaller ones that do not
+    (nf4.by_row). The stacked weights of experts stay [experts * in, blocks * 32], as in mcore, if they are
+    quantized; otherwise they are split into single experts.
     """
     tensors = []
     for name in base.tensors:
@@ -210,7 +210,7 @@ def _made_of(base: BaseCheckpoint, name: str, sizes: HeadSizes) -> List[OutputTe
 
 
 def _by_row(base: BaseCheckpoint, name: str, rows: int, blocks: int) -> OutputTensor:
-    """Returns the scales or offsets of a weight by its rows."""
+    """Returns the scales or offsets of a weight, row by row."""
     whole = by_row(base.read_rows(name, 0, base.tensors[name].shape[0]), rows, blocks)
     return OutputTensor(name, whole.dtype, whole.shape, lambda begin, end: whole[begin:end])
 

@@ -1,6 +1,6 @@
-"""The tokenizer in a model's folder: the token that ends the assistant's turns, and whose tokenizer a merged model has.
+"""The tokenizer in a model's folder: the token that ends the assistant's turns, and the tokenizer of a merged model.
 
-Where the one that a training saved beside its adapter has more tokens than the base's, it is the merged model's.
+If training saved a tokenizer beside the adapter that has more tokens than the base's, the merged model gets that one.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def token_behind_answer(render: Callable[[List[Dict[str, str]]], str], special: 
     """
     try:
         text = render([{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}])
-    except Exception:  # a template is a program, which may well refuse this conversation
+    except Exception:  # a template is a program, which may refuse this conversation
         return None
     behind = text[text.rfind(_ANSWER) + len(_ANSWER) :].lstrip() if _ANSWER in text else ""
     return max(filter(behind.startswith, filter(None, special)), key=len, default=None)
@@ -73,14 +73,14 @@ def turn_end(files: Sequence[str]) -> Optional[TurnEnd]:
     text = token_behind_answer(render, special)
     if text is None:
         return None
-    # Mostly one of these; the rest of the file is large.
+    # Usually one of these; the rest of the file is large.
     token = next((token["id"] for token in added if token["content"] == text), None)
     token = vocabulary_of(paths[TOKENIZER]).get(text) if token is None else token
     return None if token is None else TurnEnd(text, token)
 
 
 def stated_ends(files: Sequence[str]) -> Optional[Tuple[int, ...]]:
-    """Returns the tokens at which a model stops, as generation_config.json or else config.json says; None if neither.
+    """Returns the tokens at which a model stops, by generation_config.json or else config.json; None without both.
 
     Raises CheckpointError if a file cannot be read.
     """
@@ -93,10 +93,10 @@ def stated_ends(files: Sequence[str]) -> Optional[Tuple[int, ...]]:
 
 
 def stopping_at_turn_end(files: Sequence[str], rows: int) -> Tuple[Optional[Dict[str, Any]], List[str]]:
-    """Returns the generation_config.json of a model that lacks the end of its turns, with it, and a note that says so.
+    """Returns generation_config.json with the end of turns added, if it lacks it, and a note about it.
 
-    Where the model stops there already, or its chat template tells no end, they are None and empty; also where the
-    model embeds so few tokens (``rows``) that the end is none of them.
+    Both are empty (None, "") if the model stops there already, its chat template has no end of turns, or the
+    model's embedding has too few rows (``rows``) for that token.
 
     Raises CheckpointError if a file cannot be read.
     """
@@ -129,7 +129,7 @@ def _template(paths: Mapping[str, str], settings: Mapping[str, Any]) -> Optional
         settings = read_object(paths["chat_template.json"])
     template = settings.get("chat_template")
     if isinstance(template, list):
-        # Several, of which the one called default is taken where there are no tools.
+        # Where there are several templates, the one called default applies without tools.
         by_name = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = by_name.get("default")
     return template if isinstance(template, str) else None
@@ -143,9 +143,9 @@ class TokenizerFiles(NamedTuple):
     """The tokenizer of a merged model.
 
     Attributes:
-        folder (str): The folder that tokenizer.json is in.
-        companions (list of str): Paths of all files that go with the model.
-        notes (tuple of str): What of the adapter's tokenizer was taken or left.
+        folder (str): The folder of tokenizer.json.
+        companions (list of str): Paths of all files that accompany the model.
+        notes (tuple of str): What was taken from the adapter's tokenizer, or left.
     """
 
     folder: str
@@ -156,13 +156,13 @@ class TokenizerFiles(NamedTuple):
 def tokenizer_files(adapter: str, base_folder: str, companions: List[str], rows: int) -> TokenizerFiles:
     """Returns the tokenizer of the model that an adapter is merged into.
 
-    That is the adapter's if it has the base's tokens and more, for each of which the model has a row.
+    It is the adapter's if that has the base's tokens and more, and the model has a row for each of them.
 
     Args:
         adapter (str): Path of the adapter.
         base_folder (str): The folder of the base.
         companions (list of str): The base's own files.
-        rows (int): Tokens that the merged model embeds.
+        rows (int): Rows of the merged model's embedding.
 
     Raises CheckpointError if a tokenizer.json cannot be read.
     """
@@ -184,7 +184,7 @@ def tokenizer_files(adapter: str, base_folder: str, companions: List[str], rows:
 
 
 def _with_tokenizer_of(folder: str, companions: List[str]) -> List[str]:
-    """Returns a base's files with the tokenizer of ``folder`` in the place of its own."""
+    """Returns a base's files with its tokenizer replaced by that of ``folder``."""
     names = [name for name in COMPANIONS if name not in _OF_MODEL]
     taken = [os.path.join(folder, name) for name in names if os.path.isfile(os.path.join(folder, name))]
     kept = [path for path in companions if os.path.basename(path) in _OF_MODEL]
@@ -196,7 +196,7 @@ def _with_tokenizer_of(folder: str, companions: List[str]) -> List[str]:
 
 
 def vocabulary_of(path: str) -> Dict[str, int]:
-    """Returns token -> number of a tokenizer.json; none if there is none."""
+    """Returns token -> number of a tokenizer.json; empty if there is none."""
     if not os.path.isfile(path):
         return {}
     content = read_object(path)

@@ -1,4 +1,4 @@
-"""Is a base in files the one that an adapter was trained on? As load_lora and the server ask it of networks."""
+"""Checks whether a base in files is the one that an adapter was trained on, as load_lora does for networks."""
 
 from typing import Callable, List, Mapping, Optional
 
@@ -28,9 +28,10 @@ def check_trained_base(
 ) -> List[str]:
     """Compares a base with the one that an adapter says it was trained on; returns notes.
 
-    ``adapter`` has the pairs that it was trained with, neither joined nor split; ``shapes``, ``read`` and ``kv_heads``
-    are those of fingerprints_of_checkpoint. An adapter that was trained on the base in NF4 gets a note that says how
-    much the products with its weights differ; in integers, whose decoded values these are, one that says so.
+    ``adapter`` has its pairs as trained, neither joined nor split; ``shapes``, ``read`` and ``kv_heads``
+    are as in fingerprints_of_checkpoint. An adapter that was trained on the base in NF4 gets a note that says how
+    much the products with its weights differ; one trained on the base in integers, whose decoded values these are, a
+    note on that.
 
     Raises BaseMismatchError if the bases differ, with on_base_mismatch "error".
     """
@@ -42,7 +43,7 @@ def check_trained_base(
         if fingerprint["shapes"] == stored.get("shapes"):
             comparable.append(fingerprint)
     if not comparable:
-        # As everywhere, what is said of pairs that are joined or split here cannot be compared.
+        # As elsewhere, bases cannot be compared for pairs that are joined or split here.
         return []
     current = next((each for each in comparable if not base_difference(stored, each)), comparable[0])
     forms = forms_that_differ(stored, current)

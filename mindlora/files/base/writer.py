@@ -1,4 +1,4 @@
-"""Writing a base model's checkpoint block by block: each output tensor is a function that computes a range of rows.
+"""Writes a base model's checkpoint block by block: each output tensor is a function that computes a range of rows.
 
 A few threads each take the next block, compute it and write it to its offset in the file, so that reading, computing
 and writing overlap and only a few blocks are in memory.
@@ -21,9 +21,9 @@ from mindlora.core.json_files import write_json
 from mindlora.files.base.mcore_view import BIAS, MCORE_BIAS, with_end
 from mindlora.files.base.reader import INDEX
 
-# MindFormers 2's PyNative trainer: mcore's names, but for those of mcore_view, in the folder of a step.
+# MindFormers 2's PyNative trainer: mcore's names, except those of mcore_view, in the folder of a step.
 PYNATIVE = "pynative"
-# Bytes of a block, so that it fits into a core's cache with what it is computed from.
+# Bytes of a block, which fits into a core's cache together with its sources.
 _BLOCK = 2**20
 
 
@@ -31,7 +31,7 @@ class OutputTensor(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-        rows (callable): (begin, end) -> array of those rows in ``dtype``; several threads call it at once.
+        rows (callable): (begin, end) -> array of these rows in ``dtype``; several threads call it at once.
         unit (int): ``rows`` is called for multiples of this many rows.
     """
 
@@ -87,7 +87,7 @@ def write(
     contents: Optional[Mapping[str, dict]] = None,
     progress: Optional[Callable[[int, int], None]] = None,
 ) -> List[str]:
-    """Writes a checkpoint in the form that the name of ``output`` asks for; an error leaves what was there unchanged.
+    """Writes a checkpoint in the form that the name of ``output`` selects; an error leaves existing files unchanged.
 
     A folder gets a file for each shard, copies of ``companions``, and the JSON files that ``contents`` names; a single
     file holds all shards. ``world`` is "hf", "mindformers", "mcore", or "pynative" for the folder of a step of
@@ -127,7 +127,7 @@ def _write_folder(folder, shards, world, tick) -> List[str]:
         for number in range(1, count + 1)
     ]
     if world == PYNATIVE:
-        # The trainer takes a model.safetensors, and a folder with an index, for Hugging Face's.
+        # The trainer would take a model.safetensors, or a folder with an index, for Hugging Face's.
         files = [step_folder.file_name(number, count) for number in range(count)]
         write_json(os.path.join(folder, step_folder.COMMON), step_folder.NEW_RUN)
     for file, shard in zip(files, shards):
@@ -159,7 +159,7 @@ def _write_shard(path, shard, world, tick):
 
 
 def _keep_freed_memory():
-    # glibc returns the memory of each block to the system, which clears it for the next block. That takes half of the
+    # glibc returns the memory of each block to the system, which clears it for the next block. That takes half the
     # time of a merge. Once an array of this size is freed, glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD).
     np.empty(2**25 - 2**16, np.uint8)
 

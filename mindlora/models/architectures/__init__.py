@@ -1,1 +1,1 @@
-"""One record for each architecture: its names in three worlds, its sizes, its joined tensors."""
+"""One record for each architecture: its names in three naming schemes, its sizes, its joined tensors."""

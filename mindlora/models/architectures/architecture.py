@@ -1,4 +1,4 @@
-"""How one kind of model names its cells and parameters: in Hugging Face's world and in MindFormers' two."""
+"""A model's names of cells and parameters in three worlds: Hugging Face's, MindFormers' legacy and mcore models."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ from mindlora.models.architectures.joined_rows import RowLayout
 
 
 class Attention(NamedTuple):
-    """Widths of what a layer's attention makes of a token, over all heads.
+    """Widths of a layer's attention for one token, over all heads.
 
     Attributes:
         heads (int): Query heads.
-        output (int): Width of what the output projection takes.
+        output (int): Input width of the output projection.
         cached (int): Elements of a token in the KV cache of a layer.
-        latent (bool): Whether k and v come from a latent, which is what the cache holds.
+        latent (bool): Whether k and v come from a latent, which the cache holds in their place.
     """
 
     heads: int
@@ -31,7 +31,7 @@ class Attention(NamedTuple):
 
 
 def attention_by_heads(model_config: Mapping[str, Any], cells: Mapping[str, Tuple[int, int]]) -> Attention:
-    """Returns the attention of a model whose heads have keys and values of their own, or share them in groups."""
+    """Returns the attention of a model with multi-head or grouped-query attention."""
     output = cells["wo"][1]
     keys = cells["wk"][0] if "wk" in cells else (cells["w_qkv"][0] - output) // 2
     heads = int(model_config.get("num_heads") or model_config.get("num_attention_heads") or 32)
@@ -42,15 +42,15 @@ def attention_by_heads(model_config: Mapping[str, Any], cells: Mapping[str, Tupl
 WORLDS = HF, LEGACY, MCORE = "hf", "mindformers", "mcore"
 # Parameters of a linear cell and of an embedding that have the same name in all worlds.
 _LEAVES = ("weight", "bias")
-# An embedding's name that says nothing without what comes before it.
+# An embedding's name that is ambiguous without the path before it.
 _COMMON_WORD = "embedding"
 
 
 class Names(NamedTuple):
-    """One thing under its names; "" where a world does not have it.
+    """The names of one cell or parameter in each world; "" where a world lacks it.
 
-    A cell always has a name in MindFormers' legacy models, since adapters are kept under it: where no legacy model has
-    the cell, the record makes one up.
+    A cell always has a name of MindFormers' legacy models, under which adapters are kept: where no legacy model has
+    the cell, the record invents one.
     """
 
     hf: str
@@ -67,24 +67,24 @@ class Names(NamedTuple):
         return Names(*(name.rpartition(".")[2] for name in self))
 
     def followed_by(self, *ends: str) -> "Names":
-        """Returns the names with an end for each world, after a dot."""
+        """Returns the names with a suffix for each world, after a dot."""
         return Names(*(f"{name}.{end}" if name and end else "" for name, end in zip(self, ends)))
 
 
 class ParameterSize(NamedTuple):
-    """What a parameter of a network takes; the dtype is "float32", "float16" or "bfloat16"."""
+    """The shape and dtype of a parameter; the dtype is "float32", "float16" or "bfloat16"."""
 
     shape: Tuple[int, ...]
     dtype: str
 
 
 def dtype_of(model_config: dict, key: str, default: str = "float32") -> str:
-    """Returns the dtype at ``key`` of a YAML's model_config; ``default`` where it says nothing."""
+    """Returns the dtype at ``key`` of a YAML's model_config, or ``default`` where it has none."""
     return dtype_name(model_config.get(key) or default, key)
 
 
 class JoinedCell(NamedTuple):
-    """A linear cell of MindFormers that does the work of several cells, with their weights joined by rows.
+    """A linear cell of MindFormers that replaces several cells, with their weights joined by rows.
 
     Attributes:
         name (str): The last part of its path, such as w_qkv.
@@ -104,7 +104,7 @@ class JoinedCell(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A weight in which all routed experts of a layer are stacked.
+    """A weight that stacks all routed experts of a layer.
 
     Attributes:
         names (Names): The end of its name: Hugging Face's tensor [experts, out, in], and mcore's of the same values
@@ -118,11 +118,11 @@ class Experts(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """How queries and keys are turned by their positions.
+    """How positions rotate queries and keys.
 
     Attributes:
-        factor (float): The share of a head that is turned, its beginning, where partial_rotary_factor does not say.
-        interleaved (bool): Whether neighbours are turned together; else element i and i + half of what is turned.
+        factor (float): The leading share of a head that is rotated, unless partial_rotary_factor says otherwise.
+        interleaved (bool): Whether neighbours form a pair; else element i pairs with i + half of the rotated part.
     """
 
     factor: float = 1.0
@@ -135,7 +135,7 @@ def _takes_all(model_config: dict) -> Optional[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """All that mindlora knows about one kind of model. A new kind is one such record and a line in registry.py.
+    """All that mindlora knows about one architecture. A new one is such a record and a line in registry.py.
 
     Attributes:
         title (str): For messages.
@@ -147,26 +147,26 @@ class Architecture:
         embedding_weight (Names): The name of its table, after that path.
         output_head (Names): Path of the output head.
         joined (tuple of JoinedCell): MindFormers' joined cells.
-        computed (tuple of str): The ends of names of tensors that some checkpoints hold, although every model computes
+        computed (tuple of str): The ends of names of tensors that some checkpoints hold although every model computes
             them for itself.
         linear_sizes (callable): model_config of a YAML -> {path: (out, in)} of the linear cells of MindFormers' model.
         parameter_sizes (callable): model_config of a YAML -> {name: ParameterSize} of all parameters of MindFormers'
             model.
-        layers (Names): What comes before the number of a layer. Default: as in the Llama.
+        layers (Names): The path before the number of a layer. Default: as in the Llama.
         experts (tuple of Experts): The weights in which a layer's routed experts are stacked. Default: none.
-        router (Names): The end of the path of what sends a token to its experts. Default: none.
+        router (Names): The end of the router's path. Default: none.
         expert_bias (bool): Whether routers balance their experts by a bias unless model_config says otherwise. Default:
             False.
-        roles (mapping): The last part of the path of a cell or norm in MindFormers' legacy model -> that of the Llama's
-            cell with the same place in a layer, for those that are called otherwise. Embedding and output head, and
-            what mcore calls otherwise, need no entry. Default: none.
+        roles (mapping): The last part of the path of a cell or norm in MindFormers' legacy model -> the name of Llama's
+            cell in the same place of a layer, where the two differ. Embedding and output head, and names that
+            differ in mcore alone, need no entry. Default: none.
         attention (callable): model_config of a YAML, and role -> (out, in) of a layer's linear cells -> Attention.
             Default: heads with keys and values of their own.
-        cache_blocks (int): num_blocks of the KV cache where a YAML does not say. Default: 512.
+        cache_blocks (int): num_blocks of the KV cache where a YAML does not set it. Default: 512.
         caches_in_training (bool): Whether MindFormers' model holds its KV cache while it trains, too. Default: False.
-        takes_shifted_labels (bool): Whether the model takes each label for the token at its own place, so that the data
+        takes_shifted_labels (bool): Whether the model compares each label with the output at its place, so that data
             holds labels shifted by one. Default: False.
-        unsupported (callable): model_config of a YAML -> why adapters cannot be put on that form of the model and what
+        unsupported (callable): model_config of a YAML -> why that form of the model takes no adapters, and what
             to set instead, or None. Default: every form takes them.
         hugging_face_types (tuple of str): model_type in Hugging Face's config.json, and in the model_config of an mcore
             YAML. Default: none.
@@ -175,10 +175,10 @@ class Architecture:
             ConfigError for a setting that MindFormers' model does not have. Default: None, not known.
         legacy (bool): Whether MindFormers has a legacy model of it. Default: True.
         trains (bool): Whether MindFormers' model trains; if not, it only predicts. Default: True.
-        instead (str): Where it does not train, a sentence that says what to train in its place. Default: "", nothing.
-        served (bool): Whether mindlora serves MindFormers' mcore model, by a network of its own. Default: False.
-        rotary (Rotary): Of the mcore model. Default: whole heads, in halves.
-        norm_eps (float): Of the mcore model's norms where a YAML does not say. Default: 1e-6.
+        instead (str): A sentence that says what to train in place of a model that does not train. Default: "".
+        served (bool): Whether mindlora serves MindFormers' mcore model with its own network. Default: False.
+        rotary (Rotary): The mcore model's rotary embedding. Default: whole heads, in halves.
+        norm_eps (float): Epsilon of the mcore model's norms where a YAML does not set it. Default: 1e-6.
     """
 
     title: str
@@ -226,7 +226,7 @@ class Architecture:
         return None if path_there is None else f"{path_there}.{leaf}"
 
     def in_layers(self, path: str, source: str, target: str) -> str:
-        """Returns ``path`` of ``source`` with what ``target`` has before the number of a layer."""
+        """Returns ``path`` of ``source`` with ``target``'s prefix before the number of a layer."""
         here = self.layers.under(source)
         there = self.layers.under(target)
         path = within_mcore(path) if source == MCORE else path
@@ -273,7 +273,7 @@ class Architecture:
 
     @functools.cached_property
     def embedding_paths(self) -> Tuple[Names, ...]:
-        """The path of the input embedding, and the end of it that tells an embedding where the rest is missing."""
+        """The path of the input embedding, and the end of it that identifies an embedding without the rest."""
         leaves = self.embedding.leaves
         return (self.embedding,) if _COMMON_WORD in leaves else (self.embedding, leaves)
 
@@ -302,12 +302,12 @@ class Architecture:
 
     @functools.cached_property
     def layer_starts(self) -> Tuple[str, ...]:
-        """What the names of everything in a layer begin with, in each world."""
+        """The prefix of all names in a layer, in each world."""
         return tuple(f"{start}." for start in self.layers if start)
 
     @functools.cached_property
     def _by_leaf(self) -> Dict[Tuple[str, str], Dict[str, List[Names]]]:
-        """(What is named, world) -> last part of a name -> the names that end in it."""
+        """("cells" or "parameters", world) -> last part of a name -> the names that end in it."""
         kinds = {
             "cells": self._renamed_cells,
             "cells with weights": self._cells_with_weights,
@@ -330,7 +330,7 @@ class Architecture:
         return None
 
     def _is_anothers(self, name: str, pair: Names, source: str) -> bool:
-        """Returns whether ``name``, which ``source`` shares with another world, begins as that one's layers do."""
+        """Returns whether ``name``, which ``source`` shares with another world, begins like the other's layers."""
         if name.startswith(self.layers.under(source) + "."):
             return False
         sharing = [start for start, end in zip(self.layers, pair) if start and end == pair.under(source)]
@@ -338,11 +338,11 @@ class Architecture:
 
 
 def within_mcore(path: str) -> str:
-    """Returns a path of an mcore model without the "model." before it, which cells have and parameters do not."""
+    """Returns a path of an mcore model without the leading "model.", which cells have and parameters lack."""
     rest = path[len("model.") :]
     return rest if path.startswith("model.") and rest.startswith(("decoder.", "embedding.", "output_layer")) else path
 
 
 def ends_in(name: str, end: str) -> bool:
-    """Returns whether ``name`` is ``end``, or ends in it after a dot; nothing ends in ""."""
+    """Returns whether ``name`` is ``end``, or ends in it after a dot; False for the end ""."""
     return bool(end) and (name == end or name.endswith("." + end))

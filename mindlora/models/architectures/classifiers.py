@@ -11,12 +11,12 @@ SCORE = Names("score", "score", "score")
 
 
 class Task(NamedTuple):
-    """What a classifier is for.
+    """A kind of classifier.
 
     Attributes:
         peft (str): PEFT's task_type.
         has_bias (bool): Whether its head has a bias, as transformers' has.
-        language_model (str): The class of the language model that it is made of.
+        language_model (str): The class of the language model on which it is built.
     """
 
     peft: str
@@ -35,7 +35,7 @@ TASKS: Dict[str, Task] = {
 
 
 def is_of_head(parameter: str) -> bool:
-    """Returns whether a parameter of a PyNative model, by its name, is of a classifier's head."""
+    """Returns whether the name of a PyNative model's parameter belongs to a classifier's head."""
     return parameter.rpartition(".")[0] == SCORE.mcore
 
 
@@ -50,7 +50,7 @@ def with_score(modules: Optional[Sequence[str]]) -> List[str]:
 
 
 def _classifier(base: Architecture, model_class: str, title: str, **changes: Any) -> Architecture:
-    """Returns the record of a classifier that is made of a language model."""
+    """Returns the record of a classifier built on a language model."""
     head = base.output_head.mcore if not base.legacy else base.output_head.mindformers
 
     def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:

@@ -1,7 +1,7 @@
 """DeepSeek-V3, which MindFormers has as an mcore model alone: latent attention, dense and expert layers.
 
-With mla_qkv_concat, as by default, MindFormers joins what leads from the hidden state down to the latents of q and of
-k and v, and calls the others linear_qb and linear_kvb. Without it, every cell is one of Hugging Face's.
+With mla_qkv_concat, the default, MindFormers joins the projections from the hidden state to the latents of q and of
+k and v, and calls the others linear_qb and linear_kvb. Without it, the cells are Hugging Face's.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from mindlora.models.architectures.mcore_sizes import (
 from mindlora.models.architectures.qwen3 import DROPOUT_STATE
 from mindlora.models.architectures.qwen3_moe import COUNTS, EXPERTS, ROUTER
 
-# Those of MindFormers' DeepseekV3Config.
+# Defaults of MindFormers' DeepseekV3Config.
 DEFAULTS = {
     "layers": 61, "heads": 128, "hidden": 7168, "inner": 18432, "vocab": 129280, "q_rank": 1536, "kv_rank": 512,
     "qk_head": 128, "rotary_head": 64, "v_head": 128, "expert_inner": 2048, "experts": 256, "shared_experts": 1,
@@ -37,14 +37,14 @@ SHARED_EXPERTS = (
 )
 Q_DOWN = Names("self_attn.q_a_proj", "attention.wq_down", "self_attention.linear_q_down_proj")
 KV_DOWN = Names("self_attn.kv_a_proj_with_mqa", "attention.wkv_down", "self_attention.linear_kv_down_proj")
-# Where a model has no latents of q.
+# For a model without latents of q.
 Q = Names("self_attn.q_proj", "attention.wq", "self_attention.linear_q_proj")
 OUT = Names("self_attn.o_proj", "attention.wo", "self_attention.linear_proj")
 W_QKV_DOWN = JoinedCell("w_qkv_down", ("wq_down", "wkv_down"), UnequalPartAfterPart(), "linear_qkv")
 
 
 def linear_sizes(model_config: dict) -> Sizes:
-    """Returns path -> (out, in) of the linear cells of MindFormers' DeepseekV3ForCausalLM; routed experts are none."""
+    """Returns path -> (out, in) of the linear cells of MindFormers' DeepseekV3ForCausalLM, without routed experts."""
     config = ModelConfig(model_config, DEFAULTS)
     dense = feed_forward_sizes("mlp", config["inner"], config)
     shared = config["shared_experts"] and (config["shared_inner"] or config["shared_experts"] * config["expert_inner"])
@@ -53,14 +53,14 @@ def linear_sizes(model_config: dict) -> Sizes:
     layers = [{**attention, **(expert if routed else dense)} for routed in _routed_layers(config)]
     sizes = in_layers(layers, config)
     for number in range(config["further_layers"] or 0):
-        # What predicts a token after the next one: a layer like the last one, for two hidden states side by side.
+        # The module that predicts the token after the next: a layer like the last, for two hidden states side by side.
         sizes[f"mtp.layers.{number}.eh_proj"] = (config["hidden"], 2 * config["hidden"])
         sizes |= {f"mtp.layers.{number}.transformer_layer.{end}": size for end, size in layers[-1].items()}
     return sizes
 
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
-    """Returns name -> ParameterSize of all parameters of MindFormers' DeepseekV3ForCausalLM but a router's counts."""
+    """Returns name -> ParameterSize of all parameters of MindFormers' DeepseekV3ForCausalLM except routers' counts."""
     config = ModelConfig(model_config, DEFAULTS)
     linear = linear_sizes(model_config)
     dtype = dtype_of(model_config, "params_dtype")
@@ -101,7 +101,7 @@ def unsupported(model_config: dict) -> Optional[str]:
 
 
 def _norm_sizes(model_config: dict, config: ModelConfig) -> Dict[str, int]:
-    """Returns end of a path -> size of the norms in a layer; those of the latents are there with qk_layernorm."""
+    """Returns end of a path -> size of the norms in a layer; qk_layernorm adds the norms of the latents."""
     norms = {"input_layernorm": config["hidden"], "pre_mlp_layernorm": config["hidden"]}
     if model_config.get("qk_layernorm"):
         norms[f"self_attention.{'k' if config['mla_joined'] else 'kv'}_layernorm"] = config["kv_rank"]
@@ -183,7 +183,7 @@ def _rotary_keys(config: HuggingFaceConfig) -> Dict[str, Any]:
     rope = config.rope()
     positions = config.count("max_position_embeddings", 4096)
     if rope.kind == "default":
-        # Without a factor, MindFormers takes that of the published model into its softmax.
+        # Without a factor, MindFormers scales its softmax by the published model's.
         keys: Dict[str, Any] = {"position_embedding_type": "rope", "scaling_factor": 1.0}
         return {"rope_theta": rope.theta, "max_position_embeddings": positions, **keys}
     if rope.kind != "yarn":

@@ -1,4 +1,4 @@
-"""What the parts of Stable Diffusion 1, 2 and XL are called: the paths of their cells, made from the models' structure.
+"""The paths of the cells of Stable Diffusion 1, 2 and XL, built from the models' structure.
 
 A UNet has two sets of names: those of diffusers (down_blocks.0.attentions.0...), which mindlora uses, and those of the
 original code (input_blocks.1.1...), in which most XL adapters in kohya's form are written.
@@ -35,7 +35,7 @@ class UNet(NamedTuple):
 
     Attributes:
         depths (tuple of int): Transformer blocks in each of a block's attentions; 0 for a block without attention.
-        middle (int): The same in the middle block.
+        middle (int): Transformer blocks in the middle block.
         ends (tuple): The cells outside of all blocks.
     """
 
@@ -51,7 +51,7 @@ SDXL = UNet((320, 640, 1280), (0, 2, 10), 10, _ENDS + _XL_ENDS)
 
 
 def part_of(path: str) -> Optional[str]:
-    """Returns the part of Stable Diffusion that a path without a part's name before it belongs to, or None."""
+    """Returns the part of Stable Diffusion to which a path without a leading part name belongs, or None."""
     if _UNET.match(path):
         return "unet"
     return "text_encoder" if _TEXT_ENCODER.match(path) else None
@@ -71,7 +71,7 @@ def text_encoder_paths() -> Tuple[str, ...]:
 
 
 def is_xl(path: str) -> bool:
-    """Returns whether the UNet of XL has a cell at ``path`` and that of Stable Diffusion 1 and 2 has none."""
+    """Returns whether XL's UNet has a cell at ``path`` that the UNet of Stable Diffusion 1 and 2 lacks."""
     return path in unet_paths(SDXL) and path not in unet_paths(SD)
 
 
@@ -108,7 +108,7 @@ def _up(unet: UNet) -> Iterator[_Pair]:
     number = 0
     for block, depth in enumerate(reversed(unet.depths)):
         for layer in range(3):
-            # The input is joined with what came down, so it always has other channels.
+            # The input is joined with the skip connection, so its channels always differ.
             yield from _resnet(f"up_blocks.{block}.resnets.{layer}", f"output_blocks.{number}.0", True)
             yield from _attention(f"up_blocks.{block}.attentions.{layer}", f"output_blocks.{number}.1", depth)
             number += 1

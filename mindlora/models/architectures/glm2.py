@@ -1,7 +1,7 @@
 """ChatGLM2 and ChatGLM3, legacy models of MindFormers.
 
-Unlike the Llama, Hugging Face's model has the joined cells too, with their parts one after the other. MindFormers has
-them by default; qkv_concat: False and mlp_concat: False take them apart.
+Unlike the Llama, Hugging Face's model has the joined cells too, with their parts one after the other. MindFormers uses
+them by default; qkv_concat: False and mlp_concat: False split them.
 """
 
 from typing import Any, Dict, Tuple
@@ -13,7 +13,7 @@ _FROM_HIDDEN = ("query_key_value", "wq", "wk", "wv")
 
 
 def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
-    """Returns path -> (out, in) of the linear cells that ChatGLM2ForConditionalGeneration has under the config."""
+    """Returns path -> (out, in) of the linear cells that ChatGLM2ForConditionalGeneration has with this config."""
 
     def get(key: str, default: Any) -> Any:
         return model_config.get(key, default)
@@ -46,7 +46,7 @@ def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
 
 
 def parameter_sizes(model_config: dict) -> Dict[str, ParameterSize]:
-    """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration but its KV cache."""
+    """Returns name -> ParameterSize of all parameters of ChatGLM2ForConditionalGeneration except its KV cache."""
     linear = linear_sizes(model_config)
     every = bool(model_config.get("add_bias_linear"))
     weight = dtype_of(model_config, "param_init_type", "float16")

@@ -1,6 +1,6 @@
 """GLM4 (GLM-4-0414), which MindFormers has as an mcore model for prediction alone.
 
-Hugging Face joins gate and up too, one after the other, so the cell is one and the same everywhere.
+Hugging Face joins gate and up too, one after the other, so the cell is the same everywhere.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from mindlora.models.architectures.llama import ATTENTION, LLAMA, W_QKV
 from mindlora.models.architectures.mcore_sizes import GroupedSizes
 
-# Those of MindFormers' Glm4Config.
+# Defaults of MindFormers' Glm4Config.
 _DEFAULTS = {
     "layers": 40, "heads": 32, "kv_heads": 2, "head_dim": 128, "hidden": 4096, "inner": 13696, "vocab": 151552
 }  # fmt: skip

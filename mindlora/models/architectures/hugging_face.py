@@ -11,12 +11,12 @@ _DEFAULT_THETA = 10000.0
 
 
 class Rope(NamedTuple):
-    """How a model turns queries and keys by their positions.
+    """How positions rotate a model's queries and keys.
 
     Attributes:
         theta (float): The base of its frequencies.
         kind (str): How they are scaled for long texts: "default" (not at all), "linear", "llama3", "yarn", ...
-        settings (mapping): What the kind takes, such as factor.
+        settings (mapping): The settings of this kind, such as factor.
     """
 
     theta: float
@@ -37,12 +37,12 @@ class HuggingFaceConfig:
         return str(self.get("model_type", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a setting, or ``default`` where there is none."""
+        """Returns a setting, or ``default`` where it is missing."""
         value = self.content.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: Optional[int] = None) -> int:
-        """Returns a whole number of at least 1; raises ConfigError if it is none, or missing without a default."""
+        """Returns a whole number of at least 1; raises ConfigError for other values, or without value and default."""
         value = self.get(key, default)
         if value is None:
             raise ConfigError(f"{self.path} has no {key}, without which the model cannot be built. Copy it again.")
@@ -78,7 +78,7 @@ class HuggingFaceConfig:
 
     @property
     def rope_key(self) -> str:
-        """The key of what ``rope`` reads, for messages."""
+        """The key that ``rope`` reads, for messages."""
         return "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
 
     def rope(self, *others_known: str) -> Rope:
@@ -103,9 +103,9 @@ class HuggingFaceConfig:
         return rope
 
     def scaling(self, rope: Rope, defaults: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns the settings of a rotary embedding, over ``defaults``, in which None stands for what must be said.
+        """Returns the settings of a rotary embedding over ``defaults``, in which None marks a required setting.
 
-        Raises ConfigError if one must be said and is not, is not a number, or is not among the defaults.
+        Raises ConfigError if a setting is required and missing, is not a number, or is not among the defaults.
         """
         for key in rope.settings:
             if key not in defaults:
@@ -117,7 +117,7 @@ class HuggingFaceConfig:
         return settings
 
     def window(self) -> Optional[int]:
-        """Returns how many tokens a token attends to, itself included; None if all of those before it."""
+        """Returns how many tokens a token attends to, itself included; None for all tokens before it."""
         kinds = self.get("layer_types")
         if kinds is None:
             is_mistral = self.model_type == "mistral"

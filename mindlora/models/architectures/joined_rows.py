@@ -16,7 +16,7 @@ def join_rows(parts: Sequence[np.ndarray], groups: int) -> np.ndarray:
 
 
 def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ...]:
-    """Returns the rows of each part: the reverse of join_rows.
+    """Returns the rows of each part: the inverse of join_rows.
 
     ``sizes`` are the rows of each part in a group, so ``joined`` is of shape [groups * sum(sizes), ...].
     """
@@ -27,9 +27,9 @@ def split_rows(joined: np.ndarray, sizes: Sequence[int]) -> Tuple[np.ndarray, ..
 
 
 class HeadSizes(NamedTuple):
-    """A model's sizes that tell the rows of a joined weight's parts apart; None for what is not known.
+    """The sizes of a model that separate the rows of a joined weight's parts; None for unknown sizes.
 
-    The number of heads has to agree with head_dim; ``first`` is the rows of the first part, if a layout needs_first.
+    The number of heads must agree with head_dim; ``first`` counts the rows of the first part, if a layout needs_first.
     """
 
     heads: Optional[int] = None
@@ -42,7 +42,7 @@ NO_SIZES = HeadSizes()
 
 
 class RowLayout:
-    """What a group is in one kind of joined weight, and which sizes of the model tell its rows apart."""
+    """The groups of one kind of joined weight, and the sizes of the model that separate its rows."""
 
     needs_heads = False
     needs_first = False
@@ -56,23 +56,23 @@ class RowLayout:
         raise NotImplementedError
 
     def complete(self, rows: Sequence[Optional[int]], total: int) -> Optional[Tuple[int, ...]]:
-        """Returns the rows of all parts of a joined weight with ``total`` rows, or None if there is no such weight.
+        """Returns the rows of all parts of a joined weight with ``total`` rows, or None if no such weight exists.
 
-        In ``rows``, None stands for those to be found; at least one is known.
+        In ``rows``, None stands for unknown numbers; at least one is known.
         """
         raise NotImplementedError
 
     def total(
         self, rows: Sequence[Optional[int]], heads: Optional[int], kv_heads: Optional[int], head_dim: Optional[int]
     ) -> Optional[int]:
-        """Returns the rows of the joined weight, or None if those of a part are not known.
+        """Returns the rows of the joined weight, or None if a part's rows are unknown.
 
-        Each size may be None, and so may items of ``rows``, if not known; at least one item is known.
+        Unknown sizes and items of ``rows`` are None; at least one item is known.
         """
         raise NotImplementedError
 
     def head_dim(self, rows: Sequence[int], kv_heads: Optional[int]) -> Optional[int]:
-        """Returns the rows of one head, given the rows of each part; None if heads do not matter."""
+        """Returns the rows of one head, given the rows of each part; None for layouts without heads."""
         return None
 
 
@@ -115,7 +115,7 @@ class PartAfterPart(EqualParts):
 
 
 class UnequalPartAfterPart(RowLayout):
-    """There is one group of two parts with numbers of rows of their own: all rows of the first, then the second's."""
+    """There is one group of two parts of different size: all rows of the first, then all of the second."""
 
     needs_first = True
 
@@ -154,7 +154,7 @@ class RowsByKeyValueHead(RowLayout):
         if not kv_heads or kv_heads < 1 or total % kv_heads:
             return None
         if heads:
-            # The rows tell, whatever is said of the head size: of many models it is not hidden_size / heads.
+            # The rows decide, and not a head size: in many models that is not hidden_size / heads.
             rows_of_head, rest = divmod(total, heads + 2 * kv_heads)
             if rest or heads % kv_heads or head_dim not in (None, rows_of_head):
                 return None

@@ -87,7 +87,7 @@ def from_hugging_face(config: HuggingFaceConfig) -> Dict[str, Any]:
     config.require("mlp_bias", False, "the feed-forward cells of MindFormers' Llama have no bias")
     config.require("attention_dropout", 0.0, "MindFormers' Llama has no dropout")
     is_qwen2 = config.model_type == "qwen2"
-    # Of Qwen2 every model has biases on q, k and v; of a Llama, attention_bias means the output projection too.
+    # Every Qwen2 has biases on q, k and v; in a Llama, attention_bias means the output projection too.
     has_bias = config.flag("attention_bias")
     positions = config.count("max_position_embeddings", 2048)
     return {
@@ -138,7 +138,7 @@ def _yarn_settings(config: HuggingFaceConfig, rope: Rope, positions: int) -> Dic
         "original_max_position_embeddings": positions,
         "beta_fast": 32,
         "beta_slow": 1,
-        # With these MindFormers multiplies cosine and sine by 0.1 ln(factor) + 1, as transformers does without them.
+        # With these, MindFormers multiplies cosine and sine by 0.1 ln(factor) + 1, as transformers does without them.
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }

@@ -1,4 +1,4 @@
-"""The sizes of MindFormers' mcore models: what a YAML says of them, their linear cells, all their parameters."""
+"""The sizes of MindFormers' mcore models: those that a YAML sets, of linear cells, and of all parameters."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from mindlora.models.architectures.architecture import MCORE, Architecture, Para
 # Path of a cell -> (out, in).
 Sizes = Dict[str, Tuple[int, int]]
 _LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer")
-# Hugging Face's name, which MindFormers' configurations take, then the others that its converters know.
+# Hugging Face's name, which MindFormers' configurations use, then the other names that its converters accept.
 _KEYS: Dict[str, Tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "num_layers", "n_layer"),
     "heads": ("num_attention_heads", "num_heads", "n_head"),
@@ -37,16 +37,16 @@ _KEYS: Dict[str, Tuple[str, ...]] = {
 }
 _FIRST_LAYER = "decoder.layers.0"
 _ATTENTION = f"{_FIRST_LAYER}.self_attention"
-# Those of MindFormers' configurations.
+# Defaults of MindFormers' configurations.
 _DEFAULTS = {"rope_theta": 10000.0, "chosen": 8}
-# Rows of the router's weight, and columns of what an expert gives back.
+# Rows of the router's weight, and columns of an expert's output.
 _ROUTER, _EXPERT_WEIGHTS = "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.weight1"
 
 
 class ModelConfig:
     """The model_config of an mcore model, read under each of the names that MindFormers' config converters accept.
 
-    ``defaults`` holds the value of each size where the YAML says nothing, under the names of ``_KEYS``.
+    ``defaults`` holds the value of each size that the YAML does not set, under the names of ``_KEYS``.
     """
 
     def __init__(self, model_config: dict, defaults: Mapping[str, Any]):
@@ -63,15 +63,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedSizes:
-    """Sizes of the models whose layers are alike, with heads that share keys and values in groups.
+    """Sizes of models with equal layers and grouped-query attention.
 
     Attributes:
-        defaults (mapping): What MindFormers' configuration of the model has where a YAML says nothing, as for
+        defaults (mapping): The defaults of MindFormers' configuration of the model, as in
             ModelConfig.
         norms (tuple of str): The ends of the paths of the norms of hidden states in a layer.
-        head_norms (tuple of str): Those of the norms of single heads.
+        head_norms (tuple of str): The ends of the paths of the norms of single heads.
         norm_dtype (str): The key of model_config that holds the dtype of norms.
-        has_bias (bool): Whether q, k and v have biases where a YAML says nothing.
+        has_bias (bool): Whether q, k and v have biases by default.
         has_experts (bool): Whether each layer has routed experts in the place of a feed-forward network.
     """
 
@@ -83,7 +83,7 @@ class GroupedSizes:
     has_experts: bool = False
 
     def linear(self, model_config: dict) -> Sizes:
-        """Returns path -> (out, in) of the linear cells; routed experts are none."""
+        """Returns path -> (out, in) of the linear cells, without routed experts."""
         config = ModelConfig(model_config, self.defaults)
         hidden = config["hidden"]
         heads = config["heads"]
@@ -98,7 +98,7 @@ class GroupedSizes:
         return in_layers([layer] * config["layers"], config)
 
     def parameters(self, model_config: dict) -> Dict[str, ParameterSize]:
-        """Returns name -> ParameterSize of all parameters but what routers count."""
+        """Returns name -> ParameterSize of all parameters except routers' counts."""
         config = ModelConfig(model_config, self.defaults)
         linear = self.linear(model_config)
         norms = {**dict.fromkeys(self.norms, config["hidden"]), **dict.fromkeys(self.head_norms, _head_dim(config))}
@@ -131,7 +131,7 @@ def expert_sizes(holder: str, config: ModelConfig, dtype: str) -> Dict[str, Para
 
 
 def in_layers(layers: List[Sizes], config: ModelConfig) -> Sizes:
-    """Returns path -> (out, in) of a model's linear cells, given those of each layer."""
+    """Returns path -> (out, in) of a model's linear cells, given the cells of each layer."""
     sizes: Sizes = {}
     for number, cells in enumerate(layers):
         sizes |= {f"decoder.layers.{number}.{end}": size for end, size in cells.items()}
@@ -170,7 +170,7 @@ def parameter_sizes_of(
 def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default: bool) -> Dict[str, ParameterSize]:
     """Returns name -> ParameterSize of the biases of linear cells, of which ``linear`` is path -> (out, in).
 
-    ``default`` says whether q, k and v have biases where the YAML says nothing.
+    ``default`` says whether q, k and v have biases unless the YAML sets it.
     """
     every_cell = model_config.get("add_bias_linear")
     stated = (model_config[key] for key in ("qkv_has_bias", "attention_bias", "add_qkv_bias") if key in model_config)
@@ -184,23 +184,23 @@ def biases_of(model_config: dict, linear: Mapping[str, Tuple[int, int]], default
 
 
 def layers_of(linear: Mapping[str, object]) -> Tuple[str, ...]:
-    """Returns the paths of the layers in which there are linear cells."""
+    """Returns the paths of the layers that have linear cells."""
     return tuple(dict.fromkeys(match.group() for match in map(_LAYER.match, linear) if match))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderSizes:
-    """The sizes of a model whose layers are alike: attention in groups of heads, then a gated feed-forward network.
+    """The sizes of a model with equal layers: grouped-query attention, then a gated feed-forward network.
 
     Attributes:
         inner (int): Width of the feed-forward network, or of each expert.
-        experts, chosen (int): Routed experts of a layer, and how many of them a token goes to; 0 without.
-        sums_to_one (bool): Whether the weights of those are made to sum to 1.
+        experts, chosen (int): Routed experts of a layer, and the number that a token is sent to; 0 without experts.
+        sums_to_one (bool): Whether the weights of the chosen experts are normalized to sum to 1.
         has_bias (bool): Whether q, k and v have biases.
         has_head_norms (bool): Whether the heads of q and k go through norms.
-        rotary (int): Elements of a head that are turned by its position, from its beginning on.
-        interleaved (bool): Whether neighbours among them are turned together.
-        has_output_norms (bool): Whether what attention and feed-forward network give goes through norms.
+        rotary (int): Leading elements of a head that positions rotate.
+        interleaved (bool): Whether neighbours among them form a pair.
+        has_output_norms (bool): Whether the outputs of attention and feed-forward network go through norms.
         joins_gate_up (bool): Whether gate and up are one cell, the rows of gate before those of up.
         tied (bool): Whether the output head is the embedding.
     """
@@ -241,7 +241,7 @@ def decoder_sizes(architecture: Architecture, model_config: Dict[str, Any]) -> D
         experts = {
             "experts": parameters[_ROUTER].shape[0],
             "chosen": int(config["chosen"]),
-            # A softmax over the chosen alone gives what the softmax over all does, made to sum to 1.
+            # A softmax over the chosen alone equals the softmax over all, normalized to sum to 1.
             "sums_to_one": bool(model_config.get("norm_topk_prob") or not model_config.get("moe_router_pre_softmax")),
         }
     else:

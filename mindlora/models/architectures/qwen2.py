@@ -10,7 +10,7 @@ from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.architectures.mcore_sizes import GroupedSizes
 from mindlora.models.architectures.qwen3 import DEFAULTS
 
-# Those of MindFormers' Qwen2Config, which has no head_dim.
+# Defaults of MindFormers' Qwen2Config, which has no head_dim.
 _SIZES = GroupedSizes({**DEFAULTS, "head_dim": None}, norm_dtype="layernorm_compute_dtype")
 
 QWEN2 = dataclasses.replace(

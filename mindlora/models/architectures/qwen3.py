@@ -8,7 +8,7 @@ from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.architectures.mcore_sizes import GroupedSizes
 
-# Those of MindFormers' Qwen3Config.
+# Defaults of MindFormers' Qwen3Config.
 DEFAULTS = {
     "layers": 32, "heads": 32, "kv_heads": 32, "head_dim": 128, "hidden": 4096, "inner": 22016, "vocab": 151936
 }  # fmt: skip

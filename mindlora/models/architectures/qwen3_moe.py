@@ -9,7 +9,7 @@ from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from mindlora.models.architectures.mcore_sizes import GroupedSizes
 from mindlora.models.architectures.qwen3 import HEAD_NORMS, QWEN3
 
-# Those of MindFormers' Qwen3MoeConfig.
+# Defaults of MindFormers' Qwen3MoeConfig.
 _DEFAULTS = {
     "layers": 24, "heads": 32, "kv_heads": 4, "hidden": 2048, "vocab": 151936, "experts": 128, "expert_inner": 768
 }  # fmt: skip
@@ -26,7 +26,7 @@ EXPERTS_BY_SOFTMAX = {
     "router_dense_type": "float32",
     "moe_aux_loss_coeff": 0.0,
 }
-# What a router counts while it trains.
+# A router's counts in training.
 COUNTS = ("mlp.router.expert_load", "mlp.router.fi_accu", "mlp.tokens_per_expert")
 _SIZES = GroupedSizes(_DEFAULTS, head_norms=HEAD_NORMS, has_experts=True)
 

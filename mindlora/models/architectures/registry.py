@@ -35,7 +35,7 @@ def by_model_type(name: Optional[str]) -> Optional[Architecture]:
 
 
 def by_hugging_face_type(name: str) -> Optional[Architecture]:
-    """Returns the architecture whose config.json in Hugging Face's world has the model_type ``name``, or None."""
+    """Returns the architecture whose config.json has the model_type ``name``, or None."""
     return next((architecture for architecture in ARCHITECTURES if name in architecture.hugging_face_types), None)
 
 
@@ -51,7 +51,7 @@ def trained_mcore_classes() -> Dict[str, str]:
 
 
 def by_hub_name(name: str) -> Optional[Architecture]:
-    """Returns the architecture of a model that is called ``name``, such as Qwen/Qwen3-8B, or None."""
+    """Returns the architecture of a model named ``name``, such as Qwen/Qwen3-8B, or None."""
     return next((one for one in ARCHITECTURES if one.hub_names and re.search(one.hub_names, name.lower())), None)
 
 

@@ -1,1 +1,1 @@
-"""The variants of LoRA: what each one is made of, which settings it has, and what it cannot be put on."""
+"""The variants of LoRA: the parts of each, its settings, and the cells that it does not support."""

@@ -1,4 +1,4 @@
-"""AdaLoRA: the update is P Lambda Q, and ranks go to the cells that need them (Zhang et al., 2023)."""
+"""AdaLoRA: the update is P Lambda Q, and the cells that need them get more ranks (Zhang et al., 2023)."""
 
 from typing import Any, Dict, Mapping
 
@@ -26,7 +26,7 @@ class AdaLoRA(Variant):
     zero_part = "lambda"
     in_files = False
     allocates_ranks = True
-    # Lambda is masked after the optimizer's update, which would take it back from a copy of another dtype.
+    # Lambda is masked after the optimizer's update, which would restore it from a copy of another dtype.
     pynative_dtype = "float32"
 
     def kept_ranks(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -38,7 +38,7 @@ class AdaLoRA(Variant):
         return parts["lambda"][:, None] * parts["A"], parts["B"]
 
     def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns the fields of a preset, whose rank is the mean at the end; the first rank is half as much again."""
+        """Returns the fields of a preset, whose rank is the mean at the end; the initial rank is 1.5 times that."""
         others = {field: value for field, value in fields.items() if field != "lora_rank"}
         rank = fields["lora_rank"]
         return {**others, "target_r": rank, "init_r": rank + rank // 2}

@@ -17,7 +17,7 @@ class DoRA(Variant):
     }
     parts = (Part("magnitude", "mindpet_delta_lora_magnitude", ".lora_magnitude_vector", size="out"),)
     row_norms = "magnitude"
-    # A norm of 16 bits would be worse than the change that training makes to it.
+    # The error of a 16-bit norm would exceed the change that training makes to it.
     pynative_dtype = "float32"
     tensors = "DoRA magnitudes"
     report = "yes, with a magnitude for each row"

@@ -10,7 +10,7 @@ from mindlora.models.variants.variant import NOT_LINEAR, SHARDED, Part, Variant
 
 
 class MiSS(Variant):
-    """The inputs are divided into shards of r and summed; what follows from that is a pair whose A is [I, I, ...]."""
+    """The inputs are divided into shards of r and summed, which equals a pair whose A is [I, I, ...]."""
 
     name = "MiSS"
     field = "use_miss"
@@ -37,7 +37,7 @@ class MiSS(Variant):
         return from_float32(np.eye(block.shape[1], dtype=np.float32), block.dtype), block
 
     def columns_of(self, a: np.ndarray, in_channels: int) -> np.ndarray:
-        """Returns the identity repeated over so many inputs: column i adds input i to element i modulo r."""
+        """Returns the identity repeated over all inputs: column i adds input i to element i modulo r."""
         return np.ascontiguousarray(a[:, np.arange(in_channels) % len(a)])
 
 

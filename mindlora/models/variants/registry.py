@@ -1,4 +1,4 @@
-"""The variants, one line each, and which of them a configuration or an adapter is."""
+"""The variants, one line each, and the variant of a configuration or an adapter."""
 
 from typing import Dict, Iterable, Tuple
 
@@ -10,9 +10,9 @@ from mindlora.models.variants.variant import A, B, PartKey, Settings, Variant
 from mindlora.models.variants.vera import VERA
 
 LORA = Variant()
-# Those that a field of LoraConfig asks for.
+# The variants that a field of LoraConfig selects.
 VARIANTS: Tuple[Variant, ...] = (DORA, VERA, ADALORA, MISS)
-# Those whose parts are in files.
+# The variants whose parts are in files.
 STORED = tuple(variant for variant in VARIANTS if variant.in_files)
 
 _PARTS = (A, B, *(part for variant in VARIANTS for part in variant.parts))
@@ -22,13 +22,13 @@ PARAMETERS = {part.name: part.parameter for part in _PARTS}
 PYNATIVE_PARAMETERS = {part.name: part.pynative for part in _PARTS}
 # A PyNative model keeps its initial pairs too, as MindFormers' checkpoints have its base after the change.
 PYNATIVE_INITIAL = {"A": "initial_lora_a", "B": "initial_lora_b"}
-# What several adapters are called side by side in a PyNative model, each part of all of them in one parameter.
+# Names in a PyNative model with several adapters, where one parameter holds a part of all of them.
 PYNATIVE_STACKED = {"A": "stacked_lora_a", "B": "stacked_lora_b"}
-# How the parameters end that MindSpore's and MindFormers' checkpoints hold, and no file of an adapter.
+# Ends of the names of parameters that checkpoints of MindSpore and MindFormers hold and adapter files do not.
 IN_CHECKPOINTS_ALONE = tuple(
     name for part in _PARTS if part not in _STORED_PARTS for name in (part.parameter, part.pynative)
 )
-# Every part that a file can hold of a cell, in the order in which it does.
+# All parts of a cell that a file can hold, in the file's order.
 PARTS = {part.name: part for part in _STORED_PARTS}
 SHARED_PARTS = {part.name: part for variant in VARIANTS for part in variant.shared_parts.values()}
 # "A" or "B" -> key of the shared projection, which belongs to no single cell, so its path is empty.

@@ -1,4 +1,4 @@
-"""Variant: what there is to know of one kind of adapter without a network; plain LoRA, and the base of the others."""
+"""Variant: a kind of adapter, described without a network. Plain LoRA is the base class of the others."""
 
 from typing import AbstractSet, Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
@@ -11,11 +11,11 @@ from mindlora.core.numerics.pair_shapes import LINEAR, Pair, PairLayout, Shape
 from mindlora.core.text import listed
 from mindlora.models import names
 
-# LoraConfig, which is made of variants and so cannot be imported here.
+# LoraConfig, which imports the variants and so cannot be imported here.
 Settings = Any
 # (path of the cell under MindFormers' names, name of the part).
 PartKey = Tuple[str, str]
-# What a cell of the base can be, besides a linear cell in float on one device.
+# Kinds of cells of the base, other than a linear cell in float on one device.
 EMBEDDINGS = pair_shapes.EMBEDDING.cells
 CONVOLUTIONS = pair_shapes.CONVOLUTION.cells
 EXPERTS = pair_shapes.EXPERTS.cells
@@ -25,7 +25,7 @@ SHARDED = "sharded cells"
 # Sharded cells whose weight is cut; sharding by tokens leaves it whole.
 CUT = "sharded weights"
 HEADS = "output heads"
-# What to do besides changing the setting; for the other bases it is _EXCLUDE.
+# The advice besides changing the setting; for the other bases it is _EXCLUDE.
 _WAYS_OUT = {
     QUANTIZED: "leave quantize_base out",
     SHARDED: "train in data parallel (parallel_mode: 0)",
@@ -47,10 +47,10 @@ class Part(NamedTuple):
         name (str): "A", "B", "magnitude", ...
         parameter (str): Its parameter's name in a network; with a dot before it, the ending of its key in MindFormers'
             files.
-        peft (str): The ending of its key in PEFT's files; of a shared part, the whole key.
+        peft (str): The ending of its key in PEFT's files; for a shared part, the whole key.
         size (str): Its shape: "r", "out" for one element per row of the weight, or "out, r". Default: "", that of A
             or B, which depends on the cell.
-        turned (bool): Whether PEFT's files hold it transposed. Default: False.
+        turned (bool): Whether PEFT's files hold its transpose. Default: False.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
     @property
     def pynative(self) -> str:
-        """Its parameter's name in a PyNative model of MindFormers, which knows adapters by lora_a or lora_b in it."""
+        """Its parameter's name in a PyNative model of MindFormers, which finds adapters by lora_a or lora_b."""
         name = self.parameter.replace("mindpet_delta_lora_", "")
         return f"lora_{name}" if name in ("a", "b") else f"{name}_lora_b"
 
@@ -75,7 +75,7 @@ B = Part("B", "mindpet_delta_lora_b", LINEAR.peft["B"])
 
 
 class Unsupported(NamedTuple):
-    """A setting that a base does not support: the field, that field with its value where it matters, and why."""
+    """A setting that a base does not support: the field, the field with its value if that matters, and the reason."""
 
     field: str
     setting: str
@@ -83,22 +83,22 @@ class Unsupported(NamedTuple):
 
 
 class Variant:
-    """Plain LoRA, and what a variant may change of it.
+    """Plain LoRA, and the properties that a variant may change.
 
     Attributes:
         name (str): For messages.
-        field (str): The field of LoraConfig, of PEFT's configuration and of mindlora's metadata that asks for it;
+        field (str): The field of LoraConfig, of PEFT's configuration and of mindlora's metadata that selects it;
             empty for plain LoRA.
         unsupported_on (mapping): Base (EMBEDDINGS, SHARDED, ...) -> why the variant cannot be put on it.
-        excludes (tuple of str): Fields of LoraConfig that the variant does not have.
+        excludes (tuple of str): Fields of LoraConfig that the variant lacks.
         defaults (mapping): Field of LoraConfig that only this variant has -> its default.
-        peft_flag (str): The field of PEFT's LoRA configuration that asks for it; empty if none does.
+        peft_flag (str): The field of PEFT's LoRA configuration that selects it; empty if none does.
         no_scale (str): Why the scale is 1, and lora_alpha is not for the user to set; empty for a variant with a scale.
         bounded_rank (bool): Whether a rank above the sides of a weight is of no use.
         allocates_ranks (bool): Whether training decides which cells keep how much of their ranks.
         pynative_dtype (str): The dtype of its parameters under MindFormers' PyNative Trainer; empty for the base's.
-        parts (tuple of Part): What each cell has besides A and B.
-        own_pair (bool): Whether each cell has an A and a B of its own, which train. Otherwise they are shared, or
+        parts (tuple of Part): The tensors of each cell besides A and B.
+        own_pair (bool): Whether each cell has its own A and B, which train. Otherwise they are shared, or
             follow from its parts.
         shared_parts (mapping): "A" and "B" -> Part, for matrices that all cells of a network share, and that a file
             holds once.
@@ -106,7 +106,7 @@ class Variant:
         factors (tuple of str): The parts that x is multiplied by as matrices.
         row_norms (str): The part that gives the norm of each row of W + scale B A; empty if no part does.
         in_files (bool): Whether files hold its parts; otherwise it is saved as a plain LoRA.
-        tensors (str): Its parts in words.
+        tensors (str): A description of its parts, for messages.
         report (str): What inspect_adapter says about such an adapter.
         cannot_join (str): Why pairs of joined cells (w_qkv) can be neither made nor split; empty if they can: then
             parts of size "out" are joined and split by rows, as B is.
@@ -143,9 +143,9 @@ class Variant:
     # Its settings
 
     def settle(self, config: Settings) -> None:
-        """Gives the fields that only this variant has their defaults, and checks what it excludes.
+        """Sets the fields of this variant alone to their defaults, and checks the fields that it excludes.
 
-        ``config`` need not ask for this variant; ConfigError says which field has no effect without it, or cannot be
+        ``config`` need not select this variant; ConfigError says which field has no effect without it, or cannot be
         combined with it.
         """
         settle_dependents(config, self.field, self.defaults)
@@ -156,10 +156,10 @@ class Variant:
             self.check_settings(config)
 
     def check_settings(self, config: Settings) -> None:
-        """Checks the settings of this variant, and sets those that follow from others."""
+        """Checks the settings of this variant, and sets those that depend on others."""
 
     def preset(self, fields: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns the fields of a preset as this variant has them."""
+        """Returns the fields of a preset for this variant."""
         return {field: value for field, value in fields.items() if field != "lora_alpha" or not self.no_scale}
 
     def _fix_scale(self, config: Settings) -> None:
@@ -170,7 +170,7 @@ class Variant:
         config.lora_alpha = config.lora_rank
 
     def unsupported(self, config: Settings, base: str) -> Iterator[Unsupported]:
-        """Yields the settings of ``config``, one for this variant, that a base such as EMBEDDINGS does not support."""
+        """Yields the settings of ``config``, for this variant, that a base such as EMBEDDINGS does not support."""
         if base in self.unsupported_on:
             yield Unsupported(self.field, self.field, self.unsupported_on[base])
         if base == EMBEDDINGS and config.freeze_lora_a:
@@ -197,7 +197,7 @@ class Variant:
     def refusal(self, config: Settings, *bases: str) -> Optional[str]:
         """Returns why a cell cannot carry the adapter of ``config``, and what to do; None if it can.
 
-        ``bases`` are all that the cell is: EMBEDDINGS, SHARDED, ...; nothing for a linear cell in float.
+        ``bases`` lists the kinds of the cell: EMBEDDINGS, SHARDED, ...; it is empty for a linear cell in float.
         """
         for base in bases:
             for field, setting, reason in self.unsupported(config, base):
@@ -208,7 +208,7 @@ class Variant:
     def check_paths(self, paths: List[str]) -> None:
         """Refuses cells whose adapter could not be saved.
 
-        Raises ConfigError if some do the work of several cells of Hugging Face's, and the variant cannot be split.
+        Raises ConfigError if some of them replace several cells of Hugging Face's, and the variant cannot be split.
         """
         joined = [path for path in paths if names.joined_parts(path)]
         if self.cannot_join and joined:

@@ -1,4 +1,4 @@
-"""AdapterParts: the adapter of a cell as what saves, loads, merges and trains it sees it, as named parameters."""
+"""AdapterParts: the adapter of a cell as named parameters, for saving, loading, merging and training."""
 
 from typing import Any, Dict, Mapping, Tuple
 
@@ -13,11 +13,11 @@ from mindlora.network.tensors import fill, to_array
 
 
 class AdapterParts(nn.Cell):
-    """What a cell with an adapter (LoRACell) is to files, merges and training; it computes nothing.
+    """The interface of a cell with an adapter (LoRACell) to files, merges and training; it computes nothing.
 
-    All follows from the names of the parameters and from the variant, so that a new variant overrides none of it where
-    a file holds the parameters as they are and its pair is A and B. Otherwise it says what is different: ``pair``,
-    ``saved_parts`` and ``load_part``, ``shared_parts``, or ``prepare`` for a part that the base is needed for.
+    Everything follows from the parameters' names and the variant, so that a new variant overrides none of it if
+    files hold the parameters unchanged and its pair is A and B. Otherwise it overrides what differs: ``pair``,
+    ``saved_parts`` and ``load_part``, ``shared_parts``, or ``prepare`` for a part that needs the base.
 
     Attributes:
         variant (Variant): The variant of LoRA.
@@ -59,13 +59,13 @@ class AdapterParts(nn.Cell):
     # In a network
 
     def name_parts(self, path: str) -> None:
-        """Gives the parts their names in a network, in which ``path`` is the prefix of the cell's parameters."""
+        """Names the parts for a network in which ``path`` is the prefix of the cell's parameters."""
         for part, parameter in self.parts().items():
             parameter.name = f"{path}.{self.parameter_names[part]}"
 
     @property
     def adapter_path(self) -> str:
-        """The prefix of the adapter's parameters, without the last dot; empty for a cell outside of a network."""
+        """The prefix of the adapter's parameters, without the last dot; empty for a cell outside a network."""
         return self.parts()[self.variant.zero_part].name.rpartition(".")[0]
 
     @property
@@ -85,7 +85,7 @@ class AdapterParts(nn.Cell):
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns the parts as a file holds them, in their stored dtypes; empty if the adapter has no rank left.
 
-        With ``keep_zeros``, what adds nothing is kept where a cell would leave it out.
+        With ``keep_zeros``, parts that add nothing are kept where a cell would leave them out.
         """
         return {part: to_array(parameter) for part, parameter in self.parts().items()}
 
@@ -103,7 +103,7 @@ class AdapterParts(nn.Cell):
 
     @property
     def awaits_initialization(self) -> bool:
-        """Whether initialize_adapters has yet to make A and B from the base's weight."""
+        """Whether initialize_adapters has yet to compute A and B from the base's weight."""
         if not initializers.freezes_b(self.lora_init) or self.merged:
             return self.will_change_base
         # MiCA's B is zero until then.
@@ -138,11 +138,11 @@ class AdapterParts(nn.Cell):
         return self.weight, *(self.parts()[part] for part in self._silent_values())
 
     def silence(self) -> None:
-        """Switches the adapter off: from then on, the cell computes what the plain cell does."""
+        """Switches the adapter off: from then on, the cell computes the same as the plain cell."""
         for part, value in self._silent_values().items():
             fill(self.parts()[part], value)
 
     def _silent_values(self):
-        """Returns part -> the value with which it adds nothing; norms are NaN until they are taken from W."""
+        """Returns part -> the value with which the adapter adds nothing; norms are NaN until they are taken from W."""
         norms = {self.variant.row_norms: np.nan} if self.variant.row_norms else {}
         return {self.variant.zero_part: 0, **norms}

@@ -20,7 +20,7 @@ class BroadcastMul(nn.Cell):
         - **b** (Tensor) - A shape that broadcasts to that of x, and the same dtype.
 
     Outputs:
-        Tensor of the shape and dtype of x. For the backward, x and b are kept, and no b of the shape of x.
+        Tensor of the shape and dtype of x. The backward keeps x and b, and no b of the shape of x.
     """
 
     def construct(self, x: Tensor, b: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ class SwapHeads(nn.Cell):
 
     def _swapped(self, x):
         batch, first, second, width = x.shape
-        # This transposition has a table too, of one entry for a row; and all layers share it.
+        # This transposition has a table too, with one entry per row, which all layers share.
         rows = ops.range(0, batch * first * second, 1).reshape((batch, first, second))
         rows = self.transpose(rows, (0, 2, 1)).reshape((-1,))
         return self.gather(x.reshape((-1, width)), rows, 0).reshape((batch, second, first, width))
 
 
 def _broadcast(b, x):
-    """Returns b in the shape of x, made once x is there: else MindSpore makes those of all layers as a step begins."""
+    """Returns b in the shape of x, computed after x: otherwise MindSpore computes all layers' when a step begins."""
     return ops.broadcast_to(ops.depend(b, x), x.shape)
 
 

@@ -1,4 +1,4 @@
-"""LoRACell: how a cell with an adapter takes the place of a cell of the base model, and what A and B begin with."""
+"""LoRACell: how a cell with an adapter replaces a cell of the base model, and the initial values of A and B."""
 
 import math
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -19,18 +19,18 @@ WEIGHTS = ("weight", "embedding_weight", "embedding_table")
 
 
 class ReplacingCell:
-    """What the cells share that stand in the place of a cell of the base, which they keep: a class beside nn.Cell."""
+    """Mixin of the cells that replace a cell of the base and keep it: a class beside nn.Cell."""
 
     # The tuple hides it from MindSpore, which would name and save the parameters of a child cell a second time.
     _adopted: Tuple[nn.Cell]
 
     @property
     def base_cell(self) -> nn.Cell:
-        """The cell that this one replaced."""
+        """The replaced cell."""
         return self._adopted[0]
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one replaced, with this one's weight, bias and settings."""
+        """Returns the replaced cell with this one's weight, bias and settings."""
         cell = self.base_cell
         for name in (*WEIGHTS, "bias"):
             if hasattr(cell, name):
@@ -42,16 +42,16 @@ class ReplacingCell:
 class LoRACell(ReplacingCell, AdapterParts):
     """Base of the cells that replace a cell of the base model and add an adapter to it.
 
-    This is all that a new variant says, in the order in which it is asked; a variant on linear cells is a subclass of
-    LoRADense, which says the rest. What files, merges and training ask of a cell is in AdapterParts::
+    These are all methods of a new variant, in the order of their calls; a variant on linear cells is a subclass of
+    LoRADense, which has the rest. The interface for files, merges and training is AdapterParts::
 
-        variant, layout                       which adapter it is, and what A and B look like on it
+        variant, layout                       the kind of adapter, and the layout of its A and B
         kind_of(cell, config)                 picks the class:
             base_types()                        by the cells that it replaces (linear cells: base_kind)
             variant                             and by its variant
-        shared_parameters(cells, config)      what its cells share, if anything (VeRA)
-        from_cell(cell, config)               makes the cell:
-            check(cell, config)                 refuses what it cannot replace
+        shared_parameters(cells, config)      the parameters that its cells share, if any (VeRA)
+        from_cell(cell, config)               builds the cell:
+            check(cell, config)                 refuses cells that it cannot replace
             _adopt(cell, config)                takes over weight, bias and operators of the base
             weight_shape(cell)                  from which part_shapes follows
             _add_adapter(config, shared)        adds the parts (_add_parts), and the operators for them
@@ -62,10 +62,11 @@ class LoRACell(ReplacingCell, AdapterParts):
         weight (Parameter): The base's weight.
         config (LoraConfig): What the cell was made with.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
-        layout (PairLayout): What A and B look like on it.
-        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
+        layout (PairLayout): The layout of its A and B.
+        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty for all
+            tokens.
         lora_init (str or None): As in LoraConfig; None once a loaded adapter has replaced the initial one.
-        projection_key (int): The key that VeRA's shared projection is drawn from.
+        projection_key (int): The seed of VeRA's shared projection.
         freeze_lora_a (bool): Whether only B trains.
     """
 
@@ -74,13 +75,13 @@ class LoRACell(ReplacingCell, AdapterParts):
 
     @classmethod
     def from_cell(cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":
-        """Puts an adapter on an existing cell, and shares its parameters and operators with it.
+        """Puts an adapter on an existing cell, whose parameters and operators it shares.
 
         Args:
             cell (nn.Cell): The cell to replace, one that ``check`` accepts.
             config (LoraConfig): Rank, scale, dropout, initializers and dtypes.
-            shared (tuple of Parameter): What ``shared_parameters`` returned for all cells of the network. Default:
-                None, to use what it returns for just this cell.
+            shared (tuple of Parameter): The result of ``shared_parameters`` for all cells of the network. Default:
+                None, its result for this cell alone.
 
         Raises:
             UnsupportedCellError: The cell cannot carry this adapter.
@@ -157,13 +158,13 @@ class LoRACell(ReplacingCell, AdapterParts):
 
     @property
     def quantization(self) -> Optional[str]:
-        """How W is quantized: "nf4", "loftq" if together with the initial A and B, or None for a weight in float."""
+        """The quantization of W: "nf4", "loftq" if together with the initial A and B, or None for a weight in float."""
         form = getattr(self.base_cell, "quantization", None)
         return "loftq" if form and initializers.is_loftq(self.lora_init) else form
 
 
 def refuse_own_forward(cell: nn.Cell, types: Tuple[type, ...], replacement: str) -> None:
-    """Raises UnsupportedCellError if a cell computes something else than the classes that can be replaced."""
+    """Raises UnsupportedCellError if a cell's forward differs from that of the classes that can be replaced."""
     if not any(type(cell).construct is base.construct for base in types):
         kind = type(cell).__name__
         raise UnsupportedCellError(
@@ -172,7 +173,7 @@ def refuse_own_forward(cell: nn.Cell, types: Tuple[type, ...], replacement: str)
 
 
 def refuse_unsupported(config: LoraConfig, *bases: str) -> None:
-    """Raises UnsupportedCellError if a cell that is all of ``bases`` does not support the adapter of ``config``."""
+    """Raises UnsupportedCellError if a cell with all traits of ``bases`` does not support the adapter of ``config``."""
     refusal = config.variant.refusal(config, *bases)
     if refusal:
         raise UnsupportedCellError(refusal)
@@ -194,9 +195,9 @@ def carry_settings(source: nn.Cell, target: nn.Cell) -> None:
 
 
 class InitialDraws:
-    """Within, initial values are drawn from ``seed``, and after it as if none had been; None changes nothing.
+    """A context that draws initial values from ``seed`` and restores the generator on leaving. None has no effect.
 
-    Entered again, it goes on where it was: cells that are made one by one draw as those that are made together.
+    Entered again, it continues its sequence, so that cells built one by one draw the same as cells built together.
     """
 
     def __init__(self, seed: Optional[int]):
@@ -230,14 +231,14 @@ def initial_values(config: LoraConfig, a_shape: Sequence[int], b_shape: Sequence
     if config.lora_init == "gaussian":
         a = Normal(1 / config.lora_rank)
     elif config.lora_init == "orthogonal":
-        # Seeded from NumPy's global generator, which mindspore.set_seed sets.
+        # NumPy's global generator, which mindspore.set_seed seeds, gives the seed.
         rng = np.random.default_rng(np.random.randint(2**31))
         a, b = (Tensor(half, dtype) for half in initializers.orthogonal(config.lora_rank, a_shape[1], b_shape[0], rng))
     return initial_value(a, list(a_shape), dtype, "lora_a_init"), initial_value(b, list(b_shape), dtype, "lora_b_init")
 
 
 def initial_value(init: Any, shape: List[int], dtype: mstype.Type, field: str) -> Tensor:
-    """Returns the initial value of A or B, which stays unallocated while MindSpore delays initialization.
+    """Returns the initial value of A or B, unallocated while MindSpore delays initialization.
 
     ``init`` is None for the default of ``field``: kaiming_uniform for lora_a_init, zeros for lora_b_init.
     """

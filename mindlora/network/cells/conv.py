@@ -12,7 +12,7 @@ from mindlora.network.cells.cell import LoRACell, groups_of, refuse_own_forward,
 
 
 class ConvBase(nn.Cell):
-    """The three convolutions of an nn.Conv2d with an adapter: operators and no parameters, as in LinearBase."""
+    """The three convolutions of an nn.Conv2d with an adapter: operators without parameters, as in LinearBase."""
 
     def __init__(self, cell: nn.Cell, rank: int):
         super().__init__()
@@ -137,7 +137,7 @@ class LoRAConv2d(LoRACell):
 
 
 class MintConvBase(nn.Cell):
-    """The three convolutions of a mint.nn.Conv2d with an adapter, as ConvBase has those of an nn.Conv2d."""
+    """The three convolutions of a mint.nn.Conv2d with an adapter, like ConvBase for an nn.Conv2d."""
 
     def __init__(self, cell: nn.Cell, rank: int):
         super().__init__()
@@ -145,7 +145,7 @@ class MintConvBase(nn.Cell):
         self.stride = cell.stride
         self.padding = cell.padding
         self.groups = cell.groups
-        # The operator of a padding that is given in words takes no numbers.
+        # The operator for a named padding takes no numbers.
         self.no_padding = "valid" if isinstance(cell.padding, str) else (0, 0)
 
     @staticmethod
@@ -174,7 +174,7 @@ class MintConvBase(nn.Cell):
 class LoRAMintConv2d(LoRAConv2d):
     """mint.nn.Conv2d with a low-rank update: y = conv(x, W) + bias + conv(conv(dropout(x), A) * scale, B).
 
-    Weights, inputs and outputs are those of LoRAConv2d.
+    Weights, inputs and outputs are as in LoRAConv2d.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """

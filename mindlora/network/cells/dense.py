@@ -15,8 +15,8 @@ class LoRADense(HeldWeight, LoRACell):
     r"""A linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
     scale is lora_alpha / lora_rank (with use_rslora: lora_alpha / sqrt(lora_rank), Kalajdzievski, 2023). It is applied
-    to the tensor of width r, the smallest one. W and bias are meant to be frozen (see freeze_base); A and B train. B
-    is initialized to zero, so that the cell computes what the plain one does until it trains.
+    to the tensor of width r, the smallest one. W and bias should be frozen (see freeze_base); A and B train. B
+    is initialized to zero, so that the cell computes the same as the plain one until it trains.
 
     Args:
         in_channels (int): Size of the last axis of x.
@@ -41,7 +41,7 @@ class LoRADense(HeldWeight, LoRACell):
     Dropout keeps both.
 
     Attributes:
-        choice (Choice): The path that was picked when the cell was made, and why.
+        choice (Choice): The path that was picked when the cell was built, and why.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -133,7 +133,7 @@ class LoRADense(HeldWeight, LoRACell):
         self.choice, self.low_rank, self.decode = picks
 
     def hold_base(self, rounds: bool) -> None:
-        """Makes the cell multiply by a frozen W of 16 bits as it is: see LinearBase.hold."""
+        """Makes the cell multiply by a frozen 16-bit W directly: see LinearBase.hold."""
         self.base.hold(rounds)
         # The operator for a decode step needs W in the dtype of x.
         self.decode = None
@@ -153,7 +153,7 @@ class LoRADense(HeldWeight, LoRACell):
         return self.low_rank.add_to(y, x, a, b, self.scale)
 
     def _operands(self):
-        """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
+        """The factor of x: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
             return self.packed_weight()
         return (self.base.operand(self.weight),)

@@ -1,4 +1,4 @@
-"""HeadDivergences: how far a student is from its teacher over the whole vocabulary, for some tokens at a time."""
+"""HeadDivergences: a student's divergence from its teacher over the whole vocabulary, for some tokens at a time."""
 
 import math
 from typing import Optional, Tuple
@@ -43,7 +43,7 @@ class ReverseKL(nn.Cell):
 class GeneralizedJSD(nn.Cell):
     r"""D = beta KL(t || m) + (1 - beta) KL(p || m) with m = beta t + (1 - beta) p.
 
-    dD/dz = (1 - beta) p (log(p / m) - KL(p || m)): what D has of m itself cancels.
+    dD/dz = (1 - beta) p (log(p / m) - KL(p || m)): the terms of D through m itself cancel.
     """
 
     def __init__(self, beta: float):
@@ -62,7 +62,7 @@ class GeneralizedJSD(nn.Cell):
 
 
 def _beside(values, like):
-    """Returns a number of each row for each column; a CPU keeps a table for what a difference itself broadcasts."""
+    """Repeats one number per row over all columns; a CPU keeps a table for an operand that a difference broadcasts."""
     return ops.broadcast_to(values.reshape((-1, 1)), like.shape)
 
 
@@ -81,12 +81,12 @@ class HeadDivergences(HeadLosses):
         D_\beta = \beta KL(t || m) + (1 - \beta) KL(p || m), \quad m = \beta t + (1 - \beta) p
 
     for 0 < beta < 1; D_0 is KL(t || p), the forward divergence, and D_1 KL(p || t), the reverse one (Agarwal et al.,
-    On-Policy Distillation of Language Models, 2024, as TRL's GKDTrainer has it). As in LabelLosses, the tokens go
-    through in pieces, so that the logits of a piece alone are in memory; where the head has no adapter, the forward
-    makes the gradient too, and else the backward computes the logits again.
+    On-Policy Distillation of Language Models, 2024, as in TRL's GKDTrainer). As in LabelLosses, the tokens go
+    through in pieces, so that only one piece's logits are in memory. Without an adapter on the head, the forward
+    computes the gradient too; otherwise the backward computes the logits again.
 
     Args:
-        dtype (mindspore.dtype): What the head computes in.
+        dtype (mindspore.dtype): The dtype in which the head computes.
         beta (float): From 0 to 1.
         adapted (bool): Whether the student's head has an adapter, B. Its weight is frozen.
         piece (int, optional): As for LabelLosses. Default: None.
@@ -97,7 +97,7 @@ class HeadDivergences(HeadLosses):
         - **low_rank** (Tensor) - u, [tokens, r].
         - **weight** (Tensor) - W, [vocabulary, channels]; its gradient is zero.
         - **b** (Tensor) - B, [vocabulary, r].
-        - **teacher_hidden**, **teacher_low_rank**, **teacher_b** (Tensor) - x_T, u_T and B_T, with a rank of their own;
+        - **teacher_hidden**, **teacher_low_rank**, **teacher_b** (Tensor) - x_T, u_T and B_T, with their own rank;
           their gradients are zero.
         - **labels** (Tensor) - int32 [tokens]; where one is not in the vocabulary, such as ignore_token_id, divergence
           and gradient are 0.
@@ -140,12 +140,12 @@ class HeadDivergences(HeadLosses):
             divergences = self.with_gradient(*student, *teacher)
         else:
             divergences, _ = self.with_gradient(hidden.astype(dtype), weight, *teacher)
-        # Selected, not multiplied: what does not count may be infinite.
+        # Selected, not multiplied: rows that do not count may be infinite.
         return ops.select(counted, divergences, ops.zeros_like(divergences))
 
 
 class _OfFrozen(CellWithBprop):
-    """(divergences, their gradients with respect to hidden), of which the backward scales the second."""
+    """(divergences, their gradients with respect to hidden); the backward scales the gradients."""
 
     reads_output = True
 
@@ -159,7 +159,7 @@ class _OfFrozen(CellWithBprop):
             rows, taught, low_taught = hidden[begin:end], teacher_hidden[begin:end], teacher_low_rank[begin:end]
             if begin > 0:
                 done = (divergences[-1], gradients[-1])
-                # All of them, or one product of each piece would be made at the start.
+                # All of them, or one product of each piece would be computed at the start.
                 rows, taught = ops.depend(rows, done), ops.depend(taught, done)
                 low_taught = ops.depend(low_taught, done)
             student = log_probabilities_of(self.head(rows, weight))
@@ -175,7 +175,7 @@ class _OfFrozen(CellWithBprop):
 
 
 class _OfAdapted(CellWithBprop):
-    """The same of a student's head with an adapter, of which B trains; A does by the gradient of low_rank."""
+    """The same for a student's head with an adapter: B trains here, and A by the gradient of low_rank."""
 
     def __init__(self, piece, head, divergence):
         super().__init__(auto_prefix=False)
@@ -199,7 +199,7 @@ class _OfAdapted(CellWithBprop):
     def bprop(self, hidden, low_rank, weight, b, teacher_hidden, teacher_low_rank, teacher_b, out, dout):
         of_hidden, of_low_rank, of_b, done = (), (), None, dout
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
-            # The first piece too, whose logits MindSpore would else keep from the forward.
+            # The first piece too, whose logits MindSpore would otherwise keep from the forward.
             rows, low_rows = ops.depend(hidden[begin:end], done), ops.depend(low_rank[begin:end], done)
             taught = ops.depend(teacher_hidden[begin:end], done)
             low_taught = ops.depend(teacher_low_rank[begin:end], done)

@@ -85,7 +85,7 @@ class LoRAEmbedding(LoRACell):
         self.lora_b_matmul = ops.MatMul(transpose_b=True)
 
     def hold_base(self) -> None:
-        """Makes the cell widen the rows that it looks up of a frozen table of 16 bits, and compute in float32."""
+        """Makes the cell widen the rows that it looks up in a frozen 16-bit table, and compute in float32."""
         self.rows, self.dtype, self.trained = FrozenGather(), mstype.float32, TrainedRead(mstype.float32)
 
     def _add_adapter(self, config, shared):
@@ -135,7 +135,7 @@ def pynative_embedding_types() -> Tuple[type, ...]:
 
 
 class AroundEmbedding(nn.Cell):
-    """A cell around an input embedding. It has no parameters, and those of the embedding keep their names.
+    """A cell around an input embedding. It has no parameters; the embedding's keep their names.
 
     Args:
         embedding (nn.Cell): The embedding, with or without an adapter.
@@ -144,7 +144,7 @@ class AroundEmbedding(nn.Cell):
     def __init__(self, embedding: nn.Cell):
         super().__init__(auto_prefix=False)
         self.embedding = embedding
-        # That of its rows: the embedding of mcore models tells a graph that they have the dtype of ids.
+        # The dtype of its rows: the embedding of mcore models declares the dtype of ids to a graph.
         self.dtype = embedding.dtype if isinstance(embedding, AroundEmbedding) else weight_of(embedding).dtype
         if hasattr(embedding, "weight"):
             # mcore models hand it to a tied output layer. Past nn.Cell, which would list it twice.
@@ -155,7 +155,8 @@ class AroundEmbedding(nn.Cell):
 def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
     """Returns the one input embedding of a network, with or without an adapter.
 
-    Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, if there is not one.
+    Raises UnsupportedCellError, which says what ``field`` of LoraConfig does at the embedding, unless there is exactly
+    one.
     """
     kinds = (LoRAEmbedding, *embedding_types(), *parallel_embedding_types(), *pynative_embedding_types())
     embeddings: Dict[str, nn.Cell] = {
@@ -174,7 +175,7 @@ def only_embedding(network: nn.Cell, field: str, purpose: str) -> nn.Cell:
 class NoisyEmbedding(AroundEmbedding):
     r"""y = embedding(ids) + u * alpha / sqrt(L * dim) in training, u uniform in (-1, 1); y = embedding(ids) otherwise.
 
-    The noise is new at each call, in a sequence that mindspore.set_seed fixes and that starts again in each process.
+    The noise is new at each call, in a sequence that mindspore.set_seed fixes and that restarts in each process.
 
     Args:
         embedding (nn.Cell): The embedding, with or without an adapter.
@@ -192,7 +193,7 @@ class NoisyEmbedding(AroundEmbedding):
     def __init__(self, embedding: nn.Cell, alpha: float):
         super().__init__(embedding)
         self.alpha = float(alpha)
-        # With two zeros, MindSpore picks a seed that differs from run to run. A recomputed forward adds the same noise.
+        # With two zeros, MindSpore picks a random seed. A recomputed forward adds the same noise.
         self.uniform = ops.UniformReal(ms.get_seed() or 0, 1).recompute(False)
         self.cast = ops.Cast()
 

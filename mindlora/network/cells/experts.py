@@ -1,8 +1,8 @@
 """LoRA on the weights of the routed experts in MindFormers' mcore models, stacked for a grouped matrix product.
 
-MindFormers' FFNGroupedGEMM holds two of them. ExpertWeight shows each as a cell of its own, so that it can be selected,
-adapted, saved and merged like any other; mindlora.network.cells.routed_experts computes what FFNGroupedGEMM does with
-the two.
+MindFormers' FFNGroupedGEMM holds two of them. ExpertWeight presents each as a separate cell, so that it can be
+selected, adapted, saved and merged like any other; mindlora.network.cells.routed_experts computes the forward of
+FFNGroupedGEMM with the two.
 """
 
 import math
@@ -36,7 +36,7 @@ class ExpertWeight(nn.Cell):
 
     Inputs:
         - **x** (Tensor) - Shape [tokens, in_channels], sorted by expert.
-        - **weight**, **a**, **b** (Tensor) - What ``operands`` returned, or this device's part of it.
+        - **weight**, **a**, **b** (Tensor) - The result of ``operands``, or this device's part of it.
         - **groups** (Tensor) - int64, the token after each expert's last.
 
     Outputs:
@@ -61,20 +61,20 @@ class ExpertWeight(nn.Cell):
 
     @property
     def holder(self) -> nn.Cell:
-        """The FFNGroupedGEMM whose weight this is."""
+        """The FFNGroupedGEMM that holds the weight."""
         return self._holder[0]
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
+        """Returns the factors of construct, read after ``after`` is computed; W stands in for the missing A and B."""
         weight = self.product.operand(self.weight, self.dtype)
         return weight, weight, weight
 
     def hold_base(self, rounds: bool) -> None:
-        """Makes the cell multiply by a frozen W of 16 bits as it is: see GroupedProduct.hold."""
+        """Makes the cell multiply by a frozen 16-bit W directly: see GroupedProduct.hold."""
         self.product.hold(rounds)
 
     def decoder(self, dtype: mstype.Type) -> Optional[nn.Cell]:
-        """Returns what decodes the weight into a dtype; None for a weight in float."""
+        """Returns the function that decodes the weight into a dtype; None for a weight in float."""
         return None
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
@@ -82,10 +82,10 @@ class ExpertWeight(nn.Cell):
 
 
 class GroupedProduct(nn.Cell):
-    """x_e W_e for the tokens x_e of each expert, by the operator that MindFormers uses.
+    """x_e W_e for the tokens x_e of each expert, by MindFormers' operator.
 
     Attributes:
-        held (FrozenExperts or None): What multiplies by a W of 16 bits as it is; see ``hold``.
+        held (FrozenExperts or None): The product with a 16-bit W; see ``hold``.
     """
 
     def __init__(self, in_channels: int, out_channels: int):
@@ -97,11 +97,11 @@ class GroupedProduct(nn.Cell):
         self.cast = ops.Cast()
 
     def hold(self, rounds: bool) -> None:
-        """Makes the product take a frozen W of 16 bits as it is; as LinearBase.hold."""
+        """Makes the product take a frozen 16-bit W directly; as LinearBase.hold."""
         self.held = FrozenExperts(rounds)
 
     def operand(self, weight: Parameter, dtype: mstype.Type) -> Tensor:
-        """W as the product takes it: in a dtype, or as it is held."""
+        """W as the product takes it: in a dtype, or in the held bits."""
         return weight if self.held is not None else self.cast(weight, dtype)
 
     def construct(self, x: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class GroupedProduct(nn.Cell):
 class LoRAExpertWeight(LoRACell):
     """A stacked weight of experts with a low-rank update: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
 
-    All experts of a layer have one rank. The groups of tokens are the base's.
+    All experts of a layer have the same rank. The groups of tokens are the base's.
 
     Weights:
         weight [experts * in, out], mindpet_delta_lora_a [experts, r, in], mindpet_delta_lora_b [experts, out, r].
@@ -158,7 +158,7 @@ class LoRAExpertWeight(LoRACell):
         self.transpose = ops.Transpose()
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by once ``after`` is computed: W, A and B."""
+        """Returns the factors of construct, read after ``after`` is computed: W, A and B."""
         a = self.cast(self.mindpet_delta_lora_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_b, self.dtype)
         if self.packed:
@@ -167,7 +167,7 @@ class LoRAExpertWeight(LoRACell):
             weight = self.product.operand(self.weight, self.dtype)
         return weight, a, b
 
-    # The product is the plain cell's too.
+    # The plain cell uses this product too.
     hold_base = ExpertWeight.hold_base
 
     def construct(self, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class LoRAExpertWeight(LoRACell):
 
 
 def check_holder(cell: nn.Cell) -> None:
-    """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot be taken out of it."""
+    """Raises UnsupportedCellError for an FFNGroupedGEMM whose weights cannot become separate cells."""
     kind = type(cell).__name__
     refuse_own_forward(cell, (sys.modules[FFN_MODULE].FFNGroupedGEMM,), "the adapter's cell")
     if getattr(cell.config, "enable_expert_relocation", False):
@@ -196,11 +196,11 @@ def check_holder(cell: nn.Cell) -> None:
 class CpuGroupedMatmul(nn.Cell):
     """x_e W_e for the rows x_e of each group, in plain operators: a CPU has no kernel of GroupedMatmul.
 
-    Each row is multiplied by the weights of all groups, and the product with its own is taken: as many times the
-    arithmetic, and the memory of the result, as there are groups. It is meant for small models.
+    Each row is multiplied by the weights of all groups, and the product with its own group is selected. Arithmetic
+    and result memory grow with the number of groups, so this is for small models.
 
     Inputs:
-        As MindSpore's GroupedMatmul with split_item 3 and group_type 0 takes them.
+        As for MindSpore's GroupedMatmul with split_item 3 and group_type 0.
 
     Outputs:
         A tuple of one Tensor, [rows, out].
@@ -219,7 +219,7 @@ class CpuGroupedMatmul(nn.Cell):
     ) -> Tuple[Tensor]:
         rows, groups = x[0].shape[0], weight[0].shape[0]
         row = ops.cast(ops.arange(rows), mstype.int64).expand_dims(0)
-        # [groups, rows]: whether a row is before the end of a group. It belongs to the first of which this is so.
+        # [groups, rows]: whether a row is before the end of a group. It belongs to the first such group.
         before = ops.cast(row < group_list.reshape((groups, 1)), x[0].dtype)
         own = before - ops.concat((ops.zeros((1, rows), x[0].dtype), before[:-1]), 0)
         products = ops.matmul(ops.tile(x[0].expand_dims(0), (groups, 1, 1)), weight[0])
@@ -227,5 +227,5 @@ class CpuGroupedMatmul(nn.Cell):
 
 
 def grouped_matmul() -> object:
-    """Returns what multiplies rows in groups on the current device, called as MindFormers calls GroupedMatmul."""
+    """Returns the grouped product for the current device, called as MindFormers calls GroupedMatmul."""
     return CpuGroupedMatmul() if ms.get_context("device_target") == "CPU" else GroupedMatmul(split_item=3, group_type=0)

@@ -12,7 +12,7 @@ from mindlora.ops.operator_cell import CellWithBprop
 
 
 class HeadLosses(nn.Cell):
-    """What the losses of a head have in common: what it computes in, its vocabulary, what multiplies by its weight."""
+    """Base class of a head's losses: the dtype, the vocabulary and the product with the head's weight."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class HeadLosses(nn.Cell):
         self.vocabulary = vocabulary or WholeVocabulary()
 
     def operand(self, weight: Tensor) -> Tensor:
-        """Returns the weight as the head's product takes it: in its dtype, or in the 16 bits in which it is held."""
+        """Returns the weight for the head's product: in the product's dtype, or in its held 16 bits."""
         return weight if self.holds else weight.astype(self.dtype)
 
 
@@ -38,26 +38,26 @@ class LabelLosses(HeadLosses):
     """The loss of each label, loss[i] = log(sum_v exp(z[i, v])) - z[i, labels[i]] with the logits z = x W^T.
 
     With p = softmax(z) and e the rows of the identity, dx[i] = dloss[i] (p[i] - e[labels[i]]) W. That is known as soon
-    as z is, but for the factor dloss[i]. So the forward goes through the tokens in pieces, one after the other, and
+    as z is, except for the factor dloss[i]. So the forward goes through the tokens in pieces, one after the other, and
     keeps the gradient of each, [tokens, channels], in the place of logits, [tokens, vocabulary], and the backward
     scales it. Where the head trains, the backward computes z again, piece by piece, as it needs dloss for dW too:
     dW = sum_i dloss[i] (p[i] - e[labels[i]]) x[i]^T. Sums are in float32, the products in the head's dtype.
 
-    The losses' gradient in the forward is that of Liger Kernel (Hsu et al., 2024); computing the logits again is that
-    of Cut Cross-Entropy (Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).
+    Computing the gradient in the forward follows Liger Kernel (Hsu et al., 2024); computing the logits again follows
+    Cut Cross-Entropy (Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024).
 
     Args:
         dtype (mindspore.dtype): What the head computes in.
-        trained (bool): Whether the head's weight trains; if not, its gradient is zero.
-        piece (int, optional): Tokens at a time; it need not divide them. Default: None, as tokens_at_once has it.
-        frozen (FrozenLinear, optional): What multiplies by a frozen weight of 16 bits, which is not cast. Default:
+        trained (bool): Whether the head's weight trains; otherwise its gradient is zero.
+        piece (int, optional): Tokens at a time; it need not divide their number. Default: None, by tokens_at_once.
+        frozen (FrozenLinear, optional): The product with a frozen 16-bit weight, which is not cast. Default:
             None, MindSpore's MatMul.
-        vocabulary (WholeVocabulary, optional): Whether all of its rows are here, or a part (VocabularyPart). Default:
-            None, all of them.
+        vocabulary (WholeVocabulary, optional): WholeVocabulary, or VocabularyPart for a part of the rows. Default:
+            None, all rows.
 
     Inputs:
-        - **hidden** (Tensor) - What the head takes, [tokens, channels].
-        - **weight** (Tensor) - The head's, [vocabulary, channels], or a rank's part of its rows.
+        - **hidden** (Tensor) - The head's input, [tokens, channels].
+        - **weight** (Tensor) - The head's weight, [vocabulary, channels], or a rank's part of its rows.
         - **labels** (Tensor) - int32 [tokens]; one that is not in the vocabulary, such as ignore_token_id, has a loss
           and a gradient of 0.
 
@@ -93,10 +93,10 @@ class LabelLosses(HeadLosses):
 
 
 class AdaptedLabelLosses(HeadLosses):
-    """The losses of LabelLosses where the head has an adapter and its weight is frozen: z = x W^T + u B^T.
+    """LabelLosses for a head with an adapter and a frozen weight: z = x W^T + u B^T.
 
-    u = (dropout(x) A^T) * scale is of the width of the rank, so it comes for all tokens at once, and A learns by its
-    gradient, du[i] = dloss[i] (p[i] - e[labels[i]]) B. The backward computes z again, piece by piece, for
+    u = (dropout(x) A^T) * scale has the width of the rank, so it is computed for all tokens at once, and A learns by
+    its gradient, du[i] = dloss[i] (p[i] - e[labels[i]]) B. The backward computes z again, piece by piece, for
     dB = sum_i dloss[i] (p[i] - e[labels[i]]) u[i]^T.
 
     Args:
@@ -142,13 +142,13 @@ class AdaptedLabelLosses(HeadLosses):
 
 
 class WholeVocabulary(nn.Cell):
-    """What the losses need of a vocabulary of which all rows of the head are here."""
+    """A vocabulary whose rows of the head are all on this device."""
 
     def __init__(self):
         super().__init__(auto_prefix=False)
 
     def places(self, labels: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns which labels [tokens] are in the vocabulary, and the rows of ``weight`` that they are; else 0."""
+        """Returns which labels [tokens] are in the vocabulary, and their rows of ``weight``, 0 for others."""
         return in_vocabulary(labels, weight)
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
@@ -156,27 +156,27 @@ class WholeVocabulary(nn.Cell):
         return log_probabilities_of(logits)
 
     def picked(self, log_probabilities: Tensor, rows: Tensor) -> Tensor:
-        """Returns the losses [tokens] of labels that are these rows, or what of them is known here."""
+        """Returns the losses [tokens] of labels at these rows, or the part that this device knows."""
         return -ops.GatherD()(log_probabilities, 1, rows.reshape((-1, 1))).reshape((-1,))
 
     def of_all(self, losses: Tensor) -> Tensor:
-        """Returns the losses that ``picked`` gave, of the whole vocabulary."""
+        """Completes the losses of ``picked`` to those of the whole vocabulary."""
         return losses
 
 
 class VocabularyPart(WholeVocabulary):
-    """The same where each of ``count`` ranks of a group has an equal part of the rows, one after the other.
+    """A vocabulary of which each of ``count`` ranks of a group has an equal part of the rows, in order.
 
     With z of the rank's own rows, each gathers the logarithms of all ranks' sums, log(sum_v exp(z[i, v])), one number
-    for a token and rank. A label's loss is known where its row is, and 0 elsewhere, and the losses are the sum over the
-    ranks. The backward of this sum adds up the gradients dloss of the ranks: MindSpore gives each rank its share of
-    the gradient of what all of them hold. So the gradient of hidden too is a share, that of the rank's rows, and A, B
-    and the layers before the head sum the shares as they do those of any cell that is divided by its rows.
+    per token and rank. A label's loss is known where its row is, and 0 elsewhere, and the losses are the sum over the
+    ranks. The backward of this sum adds up the ranks' gradients dloss: MindSpore gives each rank its share of
+    the gradient of a value that all of them hold. So the gradient of hidden is also a share, that of the rank's rows,
+    and A, B and the layers before the head sum the shares as for any cell that is divided by rows.
 
     Args:
         group (str): The group of ranks.
-        count (int): Its ranks.
-        number (int): Which of them this is.
+        count (int): Number of its ranks.
+        number (int): This rank's number in it.
     """
 
     def __init__(self, group: str, count: int, number: int):
@@ -200,7 +200,7 @@ class VocabularyPart(WholeVocabulary):
         here = ops.logical_and(rows >= 0, rows < log_probabilities.shape[1])
         rows = rows * here.astype(mstype.int32)
         losses = -ops.GatherD()(log_probabilities, 1, rows.reshape((-1, 1))).reshape((-1,))
-        # Not zeros_like: in the forward of a cell with a bprop of its own, MindSpore may not compile it.
+        # Not zeros_like: in the forward of a cell with its own bprop, MindSpore may not compile it.
         return ops.select(here, losses, 0.0)
 
     def of_all(self, losses: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class VocabularyPart(WholeVocabulary):
 
 
 class HeadProduct(nn.Cell):
-    """The products of FrozenLinear for a weight in the dtype of hidden: x W^T, and dy W."""
+    """FrozenLinear's products for a weight in the dtype of hidden: x W^T and dy W."""
 
     def construct(self, x: Tensor, weight: Tensor) -> Tensor:
         return ops.MatMul(transpose_b=True)(x, weight)
@@ -230,7 +230,7 @@ class _Frozen(nn.Cell):
 
 
 class _LossesAndGradients(CellWithBprop):
-    """(losses, gradients), of which the backward scales the second."""
+    """(losses, gradients); the backward scales the gradients."""
 
     reads_output = True
 
@@ -245,7 +245,7 @@ class _LossesAndGradients(CellWithBprop):
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
             rows, truth = hidden[begin:end], labels[begin:end]
             if begin > 0:
-                # The labels too, or the one-hot tensors of all pieces would be made at the start.
+                # The labels too, or the one-hot tensors of all pieces would be computed at the start.
                 done = (losses[-1], gradients[-1])
                 rows, truth = ops.depend(rows, done), ops.depend(truth, done)
             log_probabilities = self.vocabulary.log_probabilities(self.head(rows, weight))
@@ -272,11 +272,11 @@ class _Trained(CellWithBprop):
     def bprop(self, hidden, weight, labels, out, dout):
         gradients, of_weight, done = (), None, dout
         for begin, end in bounds_of_pieces(hidden.shape, weight.shape, self.piece):
-            # The first one too, whose logits MindSpore would else keep from the forward.
+            # The first one too, whose logits MindSpore would otherwise keep from the forward.
             rows, truth = ops.depend(hidden[begin:end], done), ops.depend(labels[begin:end], done)
             log_probabilities = self.vocabulary.log_probabilities(self.head(rows, weight))
             of_logits = _of_logits(log_probabilities, truth, hidden.dtype)
-            # Factors of [piece, channels]: of [piece, vocabulary], a CPU held those of nearly all pieces.
+            # Factors of [piece, channels]: with [piece, vocabulary], a CPU held those of nearly all pieces.
             gradients += (scaled_rows(self.head.times(of_logits, weight), dout[begin:end]),)
             product = gradient_of_weight(of_logits, scaled_rows(rows, dout[begin:end]))
             of_weight = product if begin == 0 else of_weight + product
@@ -284,12 +284,12 @@ class _Trained(CellWithBprop):
         return ops.concat(gradients, 0), of_weight.astype(weight.dtype), ops.zeros_like(labels)
 
 
-# What the cells of a head with an adapter share with the others has neither loops nor conditions: in a function that
+# Functions shared by heads with and without an adapter have neither loops nor conditions: in a function that
 # the forward and the backward call, MindSpore does not compile them below a loop over micro-batches.
 
 
 class _Adapted(CellWithBprop):
-    """The losses with a head that has an adapter. Its B trains here; A trains by the gradient of low_rank."""
+    """The losses of a head with an adapter. B trains here; A trains by the gradient of low_rank."""
 
     def __init__(self, piece, head, vocabulary):
         super().__init__(auto_prefix=False)
@@ -327,15 +327,15 @@ def bounds_of_pieces(
 
 
 def in_vocabulary(labels: Tensor, weight: Tensor) -> Tuple[Tensor, Tensor]:
-    """Returns which labels are in the vocabulary, and the labels with 0 in the place of the others."""
+    """Returns which labels are in the vocabulary, and the labels with the others replaced by 0."""
     counted = ops.logical_and(labels >= 0, labels < weight.shape[0])
-    # Not by select: in front of a cell with a bprop of its own, MindSpore does not compile one of whole numbers.
+    # Not by select: before a cell with its own bprop, MindSpore does not compile one of integers.
     return counted, labels * counted.astype(mstype.int32)
 
 
 def zeros_like_frozen(weight: Tensor) -> Tensor:
     """Returns the gradient of a frozen weight."""
-    # PyNative makes the gradient of a frozen weight too: a view of one zero takes no memory.
+    # PyNative computes the gradient of a frozen weight too: a view of one zero takes no memory.
     return ops.broadcast_to(ops.zeros((), weight.dtype), weight.shape)
 
 
@@ -353,7 +353,7 @@ def _adapted_losses(hidden, low_rank, weight, b, labels, piece, head, vocabulary
     for begin, end in bounds_of_pieces(hidden.shape, weight.shape, piece):
         rows, low_rows = hidden[begin:end], low_rank[begin:end]
         if begin > 0:
-            # Both, or the products of all pieces with B would be made at the start.
+            # Both, or the products of all pieces with B would be computed at the start.
             rows, low_rows = ops.depend(rows, losses[-1]), ops.depend(low_rows, losses[-1])
         logits = adapted_logits(head(rows, weight), low_rows, b)
         losses += (vocabulary.picked(vocabulary.log_probabilities(logits), labels[begin:end]),)

@@ -1,6 +1,6 @@
-"""The base of a linear cell with an adapter: which cells it can be, and how it computes y = activation(x W^T + bias).
+"""The base of a linear cell with an adapter: the cells that it supports, and y = activation(x W^T + bias).
 
-There is one class for each kind of base. An instance holds operators and no parameters: weight and bias come from the
+There is one class per kind of base. An instance holds operators and no parameters: weight and bias come from the
 cell, which calls its methods, not construct (see mindlora.network.cells.low_rank).
 """
 
@@ -25,7 +25,7 @@ from mindlora.ops.frozen_linear import FrozenLinear
 
 _PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
 _PARALLEL_LAYERS = "mindformers.parallel_core.training_graph.tensor_parallel.layers"
-# What kinds of linear cells call their sizes.
+# Attributes of linear cells' sizes, by kind.
 _CHANNELS = (("in_channels", "out_channels"), ("input_size", "output_size"), ("in_features", "out_features"))
 
 
@@ -35,10 +35,10 @@ class LinearBase(nn.Cell):
     Args:
         cell (nn.Cell): The cell that gets an adapter.
         compute_dtype (str): The dtype of the products. Default: None, the cell's.
-        matmul (Cell): What computes x W^T. Default: None, the cell's operator.
+        matmul (Cell): The operator of x W^T. Default: None, the cell's.
 
     Attributes:
-        holds (bool): Whether a W of 16 bits is multiplied as it is; see ``hold``.
+        holds (bool): Whether the product takes a 16-bit W directly; see ``hold``.
     """
 
     def __init__(self, cell: nn.Cell, compute_dtype: Optional[str] = None, matmul: Optional[nn.Cell] = None):
@@ -58,15 +58,15 @@ class LinearBase(nn.Cell):
         self.stop_gradient = ops.StopGradient()
 
     def hold(self, rounds: bool) -> None:
-        """Makes the product take a frozen W of 16 bits as it is; ``rounds`` is as in FrozenLinear, which computes it.
+        """Makes the product take a frozen 16-bit W directly; ``rounds`` is as in FrozenLinear, which computes it.
 
-        What goes into the product and comes out of it is float32. For a CPU.
+        The product's input and output are float32. For a CPU.
         """
         self.matmul, self.exact, self.holds = FrozenLinear(rounds), FrozenLinear(), True
 
     @classmethod
     def of(cls, cell: nn.Cell, compute_dtype: Optional[str] = None) -> "LinearBase":
-        """Returns the base of a cell, of this class or one for a form of the cell."""
+        """Returns the base of a cell: this class, or one for a form of the cell."""
         return cls(cell, compute_dtype)
 
     @staticmethod
@@ -76,7 +76,7 @@ class LinearBase(nn.Cell):
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
-        """Raises UnsupportedCellError for a cell that can carry no adapter, and says why; nor can it be quantized."""
+        """Raises UnsupportedCellError, with the reason, for a cell that can carry no adapter nor be quantized."""
         kind = type(cell).__name__
         if isinstance(cell, LoRACell):
             raise UnsupportedCellError(
@@ -107,7 +107,7 @@ class LinearBase(nn.Cell):
 
     @classmethod
     def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:
-        """Returns what variants may not support about the cell: SHARDED, QUANTIZED, ... (see Variant.refusal)."""
+        """Returns traits of the cell that variants may not support: SHARDED, QUANTIZED, ... (see Variant.refusal)."""
         strategy = strategy_of(cls.operators(cell)[0])
         if not strategy:
             return ()
@@ -118,7 +118,7 @@ class LinearBase(nn.Cell):
         """Returns the operators of x W^T and of the bias, which is None if the cell adds none, and their dtype."""
         if isinstance(cell, mint.nn.Linear):
             return cell.dense, ops.Add() if cell.has_bias else None, cell.weight.dtype
-        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has a dtype of its own.
+        # nn.Dense computes in the dtype of its weight; MindFormers' Linear has its own dtype.
         return cell.matmul, cell.bias_add if cell.has_bias else None, getattr(cell, "dtype", cell.weight.dtype)
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
@@ -127,16 +127,16 @@ class LinearBase(nn.Cell):
         return pick_low_rank(rank, self.dtype, dropout_rate, self.has_bias, strategy_of(self.matmul), channels)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """x as the products take it: [tokens, in_channels], of their dtype."""
+        """x as the products take it: [tokens, in_channels], in their dtype."""
         return self.reshape(self.cast(x, self.dtype), (-1, self.in_channels))
 
     def operand(self, weight: Parameter) -> Tensor:
-        """W as the product takes it: in the dtype of the products, or as it is held."""
+        """W as the product takes it: in the dtype of the products, or in the held bits."""
         return weight if self.holds else self.cast(weight, self.dtype)
 
     def product(self, x: Tensor, weight: Tuple[Tensor, ...]) -> Tensor:
         """x W^T; ``weight`` is (W,), as ``operand`` returns it, or the tensors of a quantized W."""
-        # Not *weight: what a graph unpacks has no scope, and would not be computed again in a recomputed layer.
+        # Not *weight: unpacked values have no scope in a graph, and a recomputed layer would not compute them again.
         if len(weight) == 1:
             return self.matmul(x, weight[0])
         if len(weight) == 3:
@@ -195,7 +195,7 @@ def check_mindformers_linear(cell: nn.Cell, types: Tuple[type, ...]) -> None:
 
 
 def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:
-    """Gives the cell that replaces ``cell`` its base, sizes and activation."""
+    """Sets the base, sizes and activation of the cell that replaces ``cell``."""
     target.base = base
     target.in_channels, target.out_channels = base.in_channels, base.out_channels
     target.dtype = base.dtype
@@ -205,10 +205,10 @@ def adopt_linear(target: nn.Cell, cell: nn.Cell, base: LinearBase) -> None:
 
 
 class HeldWeight:
-    """What the cells share that hold a W in few bits, their own or that of adopt_weight.
+    """Mixin of the cells that hold a quantized W, their own or that of adopt_weight.
 
     Attributes:
-        in_integers (bool): Whether it is one in integers, not in NF4.
+        in_integers (bool): Whether it is in integers rather than in NF4.
     """
 
     in_integers: bool
@@ -221,7 +221,7 @@ class HeldWeight:
 
 
 def adopt_weight(target: nn.Cell, cell: nn.Cell) -> None:
-    """Gives ``target`` the weight of a cell, W or the tensors of a quantized one, and the bias if it has any."""
+    """Gives ``target`` the weight of a cell, W or the tensors of a quantized one, and its bias, if any."""
     names = getattr(cell, "tensor_names", ("weight",))
     target.packed = len(names) > 1
     target.in_integers = getattr(cell, "in_integers", False)
@@ -254,7 +254,7 @@ def pynative_linear_types() -> Tuple[type, ...]:
 
 
 def channels_of(cell: nn.Cell) -> Tuple[Optional[int], Optional[int]]:
-    """Returns (in_channels, out_channels) of a linear cell, with an adapter or without one; None where it has none."""
+    """Returns (in_channels, out_channels) of a linear cell, with or without an adapter; None where it lacks one."""
     for size_of_x, size_of_y in _CHANNELS:
         if hasattr(cell, size_of_x):
             return getattr(cell, size_of_x), getattr(cell, size_of_y)

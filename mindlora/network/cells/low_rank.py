@@ -1,6 +1,6 @@
 """The low-rank path of a linear cell: which operators add ((dropout(x) A^T) * scale) B^T to the base's product.
 
-There is one class for each way to compute it. pick_low_rank picks among them once, when a cell is created. They hold
+There is one class per way of computing it. pick_low_rank picks one of them when a cell is created. They hold
 operators and no parameters: A, B and the scale come from the cell. The cell calls their methods, not construct, so
 that their operators belong to its scope (for recomputation) and PyNative does not pay for calling another cell.
 """
@@ -19,15 +19,15 @@ from mindlora.ops.lora_dropout import LoraDeltaWithDropout
 from mindlora.ops.lora_linear import LoraLinear, LoraLinearWithBias
 from mindlora.ops.measured import measured
 
-# TrainedRead: reads a parameter that trains, so that a step on a CPU does not keep what is computed from it.
+# TrainedRead: reads a trainable parameter so that a step on a CPU does not keep the results computed from it.
 
 
 class TrainedRead(nn.Cell):
-    """A parameter that trains, in ``dtype``, that of the products: in a compiled step on a CPU, a copy of it.
+    """A trainable parameter in the products' ``dtype``: in a compiled step on a CPU, a copy of it.
 
-    MindSpore reads a parameter without a copy, and lets nothing write to it before all operators that read it are done.
+    MindSpore reads a parameter without a copy, and writes to it only after all operators that read it are done.
     It does so by making their outputs inputs of the write. A train step writes in a branch, which it takes if no
-    gradient has overflowed, and what goes into a branch is kept until there: all products with A and B, the cell's
+    gradient has overflowed, and inputs of a branch are kept until then: all products with A and B, the cell's
     update [tokens, out] among them, stayed in memory to the end of the backward. With a copy, the copy stays.
 
     It holds no parameter. The cell calls ``of``, not construct, so that PyNative does not pay for another cell.
@@ -41,7 +41,7 @@ class TrainedRead(nn.Cell):
         self.copy = ops.Identity()
 
     def of(self, parameter: Parameter) -> Tensor:
-        """The value of a parameter in ``dtype``; a cast from another dtype is a copy already."""
+        """The value of a parameter in ``dtype``; a cast from another dtype already copies."""
         value = self.cast(parameter, self.dtype)
         return self.copy(value) if self.copies and self.training and parameter.dtype == self.dtype else value
 
@@ -56,7 +56,7 @@ class SeedDraw(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        # Each cell has a sequence of its own. With two zeros, MindSpore picks one that differs from run to run.
+        # Each cell has its own sequence. With two zeros, MindSpore picks a random one.
         seed = ms.get_seed()
         # If the backward recomputes the forward, it must use the same seed.
         self.draw = ops.UniformInt(*((0, 0) if seed is None else (seed, next(_numbers)))).recompute(False)
@@ -105,7 +105,7 @@ class ComposedLowRank(nn.Cell):
     def add_to(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Scale) -> Tensor:
         """y + ((dropout(x) A^T) * scale) B^T, with x [tokens, in], A [r, in], B [out, r] and scale one number or [r].
 
-        y [tokens, out] is the base's product; all have its dtype, and so has the result, of its shape.
+        y [tokens, out] is the base's product. All have its dtype; the result has its dtype and shape.
         """
         return self.add_without_dropout(y, self.drop(x), a, b, scale)
 
@@ -120,7 +120,7 @@ class ComposedLowRank(nn.Cell):
 
 
 class ActivatedLowRank(ComposedLowRank):
-    """y[t] + a[t] ((dropout(x[t]) A^T) * scale) B^T, where a[t] says whether the adapter acts on token t: 1 or 0.
+    """y[t] + a[t] ((dropout(x[t]) A^T) * scale) B^T, where a[t] is 1 if the adapter acts on token t and 0 otherwise.
 
     a is the beginning of a parameter that all cells of a network share (see mindlora.network.invocation).
     """
@@ -128,7 +128,7 @@ class ActivatedLowRank(ComposedLowRank):
     def __init__(self, dropout_rate: float):
         super().__init__(dropout_rate)
         self.active = None
-        # An index would read the parameter as it was before this step wrote it: MindSpore takes it for a view.
+        # An index would read the parameter's value before this step's write, since MindSpore takes it for a view.
         self.slice = ops.Slice()
 
     def read(self, active: Parameter) -> None:
@@ -177,7 +177,7 @@ class SeededDropoutLowRank(nn.Cell):
 
 
 class LowRankByMode(nn.Cell):
-    """One of the paths above in training, another one at inference."""
+    """One of the paths above in training, another at inference."""
 
     def __init__(self, in_training: nn.Cell, at_inference: nn.Cell):
         super().__init__()
@@ -202,7 +202,7 @@ class OnePass(nn.Cell):
         self.lora_linear = LoraLinearWithBias() if has_bias else LoraLinear()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the cell is not training, and x is known at compile time to have few enough tokens."""
+        """Whether the cell is in inference, and x has few enough tokens, known at compile time."""
         return not self.training and functional.isconstant(x.shape[0]) and x.shape[0] <= self.most_tokens
 
     def linear(
@@ -216,7 +216,7 @@ class OnePass(nn.Cell):
 
 
 class LowRankPicks(NamedTuple):
-    """What pick_low_rank picked for a cell."""
+    """The result of pick_low_rank for a cell."""
 
     choice: Choice  # the path of lora_delta, and why
     low_rank: nn.Cell  # one of the classes above with a method add_to
@@ -231,10 +231,10 @@ def pick_low_rank(
     strategy: Optional[Strategy],
     channels: Tuple[int, int],
 ) -> LowRankPicks:
-    """Picks the operators of a cell's low-rank path, from the device, the mode, and what was built.
+    """Picks the operators of a cell's low-rank path by device, mode and built operators.
 
-    A fused operator is picked where it is faster: in training on a CPU it never is, except for dropout. ``dtype`` is
-    that of the cell's products; ``strategy`` is None if the base's product is whole; ``channels`` are (in, out).
+    A fused operator is picked where it is faster, which in training on a CPU is only the case for dropout. ``dtype`` is
+    the products' dtype; ``strategy`` is None if the base's product is undivided; ``channels`` are (in, out).
 
     Raises:
         BackendError: MINDLORA_BACKEND names a path that is unknown or not available for this cell.
@@ -256,7 +256,7 @@ def pick_low_rank(
 
 
 def _one_pass_tokens(path):
-    """Returns the most tokens for which one pass over W is the fastest way on a path of lora_linear."""
+    """Returns the largest number of tokens for which one pass over W is fastest on a path of lora_linear."""
     adopted = measured() if path == "ascend" else None
     if adopted is None or adopted.one_pass_tokens is None:
         return _ONE_PASS_TOKENS[path]
@@ -270,5 +270,5 @@ def activated_low_rank(dropout_rate: float) -> LowRankPicks:
 
 
 def composed_low_rank(dropout_rate: float, reason: str) -> LowRankPicks:
-    """Returns the picks for a kind of cell that the fused operators do not support, for this ``reason``."""
+    """Returns the picks for a kind of cell that the fused operators do not support, with this ``reason``."""
     return LowRankPicks(Choice("lora_delta", "composed", reason), ComposedLowRank(dropout_rate), None)

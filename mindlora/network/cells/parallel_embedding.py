@@ -20,8 +20,8 @@ from mindlora.network.cells.low_rank import Scale
 class LoRAParallelEmbedding(LoRAEmbedding):
     """The embedding of an mcore model with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
 
-    It is initialized as LoRAEmbedding is. What reads the table besides, a tied output layer or multi-token prediction,
-    gets it without the update. Where the table is split by its rows, A is split by its columns, and B is whole. Only
+    It is initialized as LoRAEmbedding is. Other readers of the table, a tied output layer or multi-token prediction,
+    get it without the update. Where the table is split by rows, A is split by columns, and B is whole. Only
     from_cell creates such a cell.
 
     Weights:
@@ -54,14 +54,14 @@ class LoRAParallelEmbedding(LoRAEmbedding):
             return self.looked_up(ids)
         return self.sharded.of(ids, self.weight, self.mindpet_delta_lora_a, self.mindpet_delta_lora_b, self.scale)
 
-    # super() in a graph is that of the cell's own class, whichever class the method is of.
+    # super() in a graph refers to the cell's own class, whichever class defines the method.
     looked_up = LoRAEmbedding.construct
 
 
 class ShardedLookup(nn.Cell):
     """W[ids] + ((A^T)[ids] * scale) B^T where MindFormers has told the embedding how it is sharded.
 
-    Rows of A^T are looked up as those of W are, by MindFormers' own function: each device has those of its tokens, and
+    Rows of A^T are looked up like those of W, by MindFormers' own function: each device has the rows of its tokens, and
     a sum over the devices brings them together. It holds no parameters.
     """
 
@@ -76,7 +76,7 @@ class ShardedLookup(nn.Cell):
         layout, split = layers.layout, "tp" if cell.enable_embedding_tp else "None"
         ids, table = layout("dp", "cp"), layout(split, "None")
         out = layout("dp", "cp_tp" if cell.sequence_parallel else "cp", "None")
-        # Not embedding_morph, which says that rows have the dtype of ids.
+        # Not embedding_morph, which declares rows of the dtype of ids.
         self.rows = _morph(cell.embedding_func, _shape_of_rows, (ids, table), out)
         self.rows_of_a = _morph(rows.embedding_func, _shape_of_rows, (ids, table), out)
         self.product = _morph(self._product, _shape_of_product, (out, layout("None", "None")), out)

@@ -1,6 +1,6 @@
 """Adapters on the linear cells of MindFormers' mcore models: ColumnParallelLinear, RowParallelLinear and their kin.
 
-Such a cell returns (y, bias): with skip_bias_add, the bias is for the caller to add. Its product is a Morph, which
+Such a cell returns (y, bias): with skip_bias_add, the caller adds the bias. Its product is a Morph, which
 MindFormers shards by layouts and which runs in graph mode alone.
 """
 
@@ -34,7 +34,7 @@ class ParallelLowRank(nn.Cell):
     """y + ((dropout(x) A^T) * scale) B^T in a sharded cell, by the products of MindFormers' own mcore LoRA.
 
     Beside a ColumnParallelLinear, A is whole and B is split by its rows; beside a RowParallelLinear, A is split by its
-    columns, with a sum over the devices, and B is whole. x and y keep their axes [sequence, batch, ...], because the
+    columns, with a sum over the devices, and B is whole. x and y keep their axes [sequence, batch, ...], since the
     layouts name these.
     """
 
@@ -58,7 +58,7 @@ class ParallelLowRank(nn.Cell):
         scattered = "cp_tp" if row and cell.sequence_parallel else gathered
         out = "tp" if type(cell) is layers.ColumnParallelLinear else "None"
         if self.dropout is not None:
-            # By numbers: MindSpore's Dropout, which returns its mask too, takes no Layout.
+            # By numbers: MindSpore's Dropout, which also returns its mask, takes no Layout.
             axes = (gathered, "dp", "tp" if row else "None")
             self.dropout.dropout.shard((tuple(_parts(cell.config, axis) for axis in axes),))
         self.mul.shard((layout(scattered, "dp", "None"), layout("None")))
@@ -73,7 +73,7 @@ class ParallelLowRank(nn.Cell):
 
 
 def _parts(config: Any, axis: str) -> int:
-    """Returns into how many parts an axis of a Layout, such as "cp_tp", divides an axis of a tensor."""
+    """Returns the number of parts into which an axis of a Layout, such as "cp_tp", divides an axis of a tensor."""
     sizes = {
         "cp": config.context_parallel_size,
         "dp": config.data_parallel_size,
@@ -109,7 +109,7 @@ def _product(kind, in_channels, out_channels, cell):
 
 
 class ParallelBase(LinearBase):
-    """The base of the linear cells of mcore models, which compute as other linear cells do where they are whole."""
+    """The base of the linear cells of mcore models, which compute like other linear cells unless they are sharded."""
 
     types = staticmethod(parallel_linear_types)
 
@@ -165,15 +165,15 @@ class ShardedBase(ParallelBase):
 
 
 def construct_parallel(self: nn.Cell, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
-    """The construct of cells in the place of mcore's: what their ``computed`` gives, and the bias that is not added."""
-    # The weight that a tied output layer is handed is its own (mindlora.network.tree).
+    """The construct of cells that replace mcore's: the result of ``computed``, and the bias that is not added."""
+    # The weight passed to a tied output layer is its own (mindlora.network.tree).
     return self.computed(x), None if self.has_bias else self.bias
 
 
 def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = ParallelBase) -> Type[nn.Cell]:
-    """Returns the class that is for linear cells of mcore models what ``kind`` is for other linear cells.
+    """Returns the subclass of ``kind`` for the linear cells of mcore models.
 
-    It takes and returns what LoRAParallelLinear does.
+    Its inputs and outputs are those of LoRAParallelLinear.
     """
     name = kind.__name__.replace("Dense", "ParallelLinear")
     document = f"{kind.__name__} for the linear cells of mcore models."
@@ -184,8 +184,8 @@ def on_parallel_linear(kind: Type[nn.Cell], base_kind: Type[LinearBase] = Parall
 class LoRAParallelLinear(LoRADense):
     r"""A linear cell of an mcore model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
 
-    Weight, bias and the product x W^T are those of the cell that it replaces, with its sharding. In a sharded cell, the
-    low-rank path is ParallelLowRank; else it is picked as in LoRADense. Only from_cell creates such a cell.
+    Weight, bias and the product x W^T come from the replaced cell, with its sharding. In a sharded cell, the
+    low-rank path is ParallelLowRank; otherwise it is picked as in LoRADense. Only from_cell creates such a cell.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
@@ -193,22 +193,22 @@ class LoRAParallelLinear(LoRADense):
 
     Inputs:
         - **x** (Tensor) - Shape [sequence, batch, in_channels].
-        - **weight** (Tensor) - The embedding's table, which a tied output layer is handed. Default: None.
+        - **weight** (Tensor) - The embedding's table, passed to a tied output layer. Default: None.
 
     Outputs:
-        (y, bias): y of shape [sequence, batch, out_channels] and of the dtype of x; the bias if the caller is to add
-        it (skip_bias_add), else None.
+        (y, bias): y of shape [sequence, batch, out_channels] and of the dtype of x; the bias if the caller adds
+        it (skip_bias_add), otherwise None.
 
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
     """
 
     base_kind = ParallelBase
-    # super() in a graph is that of the cell's own class, whichever class the method is of.
+    # super() in a graph refers to the cell's own class, whichever class defines the method.
     computed = LoRADense.construct
 
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
-        # MindSpore sends a table to the stage of a pipeline with the output layer only where the layer is handed it.
+        # MindSpore sends a table to the pipeline stage of the output layer only if the layer takes it as an argument.
         self.takes_table = is_sharded(cell) and getattr(cell, "skip_weight_param_allocation", False)
 
     def construct(self, x: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Parameter]]:
@@ -227,7 +227,7 @@ IntegerParallelLinear = on_parallel_linear(IntegerDense)
 
 
 class QuantizedParallelBase(QuantizedBase):
-    """The base of these two."""
+    """The base of sharded and undivided quantized cells of mcore models."""
 
     @staticmethod
     def types() -> Tuple[type, ...]:

@@ -1,4 +1,4 @@
-"""What MindFormers' FFNGroupedGEMM computes, with adapters on its experts' weights or with 4-bit ones."""
+"""The forward of MindFormers' FFNGroupedGEMM with adapters on its experts' weights, or with 4-bit weights."""
 
 import sys
 from typing import Dict, Iterable, Mapping, Tuple
@@ -20,7 +20,7 @@ from mindlora.network.pynative.experts import (
 
 
 class RoutedExperts(nn.Cell):
-    """FFNGroupedGEMM with an adapter on its weights, or with 4-bit ones (LoRAExpertWeight, NF4ExpertWeight):
+    """FFNGroupedGEMM with adapters on its weights, or with 4-bit weights (LoRAExpertWeight, NF4ExpertWeight):
 
     y = sum over the experts e of a token of p_e swiglu(x W1_e) W2_e. The tokens are sent to the experts' devices and
     back by MindFormers' own dispatcher.
@@ -54,7 +54,7 @@ class RoutedExperts(nn.Cell):
         carry_settings(cell, self)
 
     def make_morph(self) -> None:
-        """Makes the Morph that runs this cell's experts."""
+        """Builds the Morph that runs this cell's experts."""
         self.morphed_forward = Morph(self._forward, _of_tokens, _of_tokens)
         self.morphed_forward.add_prim_attr("self_define_shard", True)
         if self.is_sharded:
@@ -88,27 +88,27 @@ class RoutedExperts(nn.Cell):
         return self.cast(y, dtype)
 
     def _forward(self, tokens, probs, routing_map, w1, a1, b1, w2, a2, b2, num_tokens_per_expert=None):
-        """What the Morph runs: a Morph takes each tensor as an input of its own, and no Parameter besides them."""
+        """The function of the Morph, which takes each tensor as a separate input and no other Parameter."""
         x, groups, context = self.token_dispatcher.token_permutation(tokens, probs, routing_map, num_tokens_per_expert)
         x = self.weight1(self.reshape(x, (-1, self.hidden_size)), w1, a1, b1, groups)
         x = self.reshape(self.swiglu(x, -1), (-1, self.inner_size))
         return self.token_dispatcher.token_unpermutation(self.weight2(x, w2, a2, b2, groups), context)
 
     def sharded_state_dict(self) -> dict:
-        """Returns what MindFormers' Muon optimizer asks of the cell that was replaced."""
+        """Returns the state dict of the replaced cell that MindFormers' Muon optimizer reads."""
         return self._adopted[0].sharded_state_dict()
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one replaced, with its weights."""
+        """Returns the replaced cell, with its weights."""
         (cell,) = self._adopted
         carry_settings(self, cell)
         return cell
 
 
 class StackedRoutedExperts(RoutedExperts):
-    """RoutedExperts with K adapters on its weights (StackedLoRAExpertWeight); each has as many tokens, in turn.
+    """RoutedExperts with K adapters on its weights (StackedLoRAExpertWeight), each with an equal share of tokens.
 
-    Which adapter a token is of goes with it to its experts, in K columns beside its own.
+    K columns beside a token's own tell its experts which adapter it belongs to.
     """
 
     def __init__(self, cell: nn.Cell, weights: Mapping[str, nn.Cell]):
@@ -138,7 +138,7 @@ def _of_tokens(*inputs: object) -> object:
 
 
 def cells_and_weights(modules: Mapping[str, nn.Cell]) -> Dict[str, nn.Cell]:
-    """Returns path -> cell of all ``modules`` of a network, and after experts path -> ExpertWeight of their weights."""
+    """Returns path -> cell of all ``modules`` of a network, and ExpertWeights of experts' weights after the experts."""
     cells: Dict[str, nn.Cell] = {}
     for path, cell in modules.items():
         if isinstance(cell, (PyNativeExpertWeight, LoRAPyNativeExpertWeight)):
@@ -150,7 +150,7 @@ def cells_and_weights(modules: Mapping[str, nn.Cell]) -> Dict[str, nn.Cell]:
 
 
 def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
-    """Returns leaf -> the cell of each weight, if a cell is routed experts whose cells have other names or none."""
+    """Returns leaf -> the cell of each weight, if a cell is routed experts without child cells of that name."""
     ffn = sys.modules.get(FFN_MODULE)
     if ffn and isinstance(cell, ffn.FFNGroupedGEMM):
         return {leaf: ExpertWeight(cell, leaf) for leaf in LEAVES}
@@ -162,9 +162,9 @@ def _weights_of(cell: nn.Cell) -> Mapping[str, nn.Cell]:
 
 
 def holders_with(modules: Mapping[str, nn.Cell], replaced: Iterable[Tuple[nn.Cell, nn.Cell]]) -> Dict[int, nn.Cell]:
-    """Returns id of FFNGroupedGEMM or GroupedMLP -> what to put in its place, for pairs (base cell, its replacement).
+    """Returns id of FFNGroupedGEMM or GroupedMLP -> its replacement, for pairs (base cell, its replacement).
 
-    Weights that are in a RoutedExperts already are ``modules`` of the network and need none.
+    Weights that are already in a RoutedExperts are ``modules`` of the network and need none.
     """
     present = set(map(id, modules.values()))
     holders: Dict[int, nn.Cell] = {}

@@ -1,4 +1,4 @@
-"""Score: the head of a classifier or of a reward model, in place of a language model's."""
+"""Score: the head of a classifier or a reward model, which replaces a language model's."""
 
 from typing import Optional
 
@@ -13,12 +13,12 @@ _DEVIATION = 0.02
 
 
 class Score(nn.Cell):
-    r"""scores = hidden W^T + b, in float32. It is new where a classifier begins to learn, so all of it trains.
+    r"""scores = hidden W^T + b, in float32. A new classifier's head has no pretrained weights, so all of it trains.
 
     Args:
         hidden_size (int): Width of the model.
-        num_labels (int): Scores of a position; 1 for a reward.
-        task (Task): What the model is for, which says whether there is b.
+        num_labels (int): Number of scores per position; 1 for a reward.
+        task (Task): The model's task, which decides whether there is a bias.
 
     Weights:
         weight [num_labels, hidden_size], bias [num_labels], float32.
@@ -50,5 +50,5 @@ class Score(nn.Cell):
 
 
 def score_of(network: nn.Cell) -> Optional[Score]:
-    """Returns the head of a classifier, or None of any other model."""
+    """Returns the head of a classifier, or None for other models."""
     return next((cell for _, cell in network.cells_and_names() if isinstance(cell, Score)), None)

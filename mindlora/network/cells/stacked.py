@@ -19,10 +19,10 @@ from mindlora.network.cells.parallel_linear import construct_parallel
 class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
     r"""y_k = activation(x_k W^T + bias + ((dropout(x_k) A_k^T) scale_k) B_k^T), where x_k are the rows of adapter k.
 
-    A batch has the same number of rows for each adapter, those of the first adapter first. The A of all adapters are
-    one parameter, and so are the B: those of smaller rank end in rows of A and columns of B that are zero. Their
+    A batch has the same number of rows for each adapter, the first adapter's first. The A of all adapters are
+    one parameter, and so are the B: pairs of smaller rank end in rows of A and columns of B that are zero. Their
     gradients are zero too, so they stay zero under any optimizer that moves nothing without a gradient. An
-    adapter that is not on this cell has zeros alone.
+    adapter that is not on this cell has only zeros.
 
     The products with A and B are batched over the adapters, in plain MindSpore operators on every device. Only
     from_cells creates such a cell.
@@ -53,7 +53,7 @@ class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
         Args:
             cell (nn.Dense, mindformers.modules.layers.Linear or NF4Dense): The cell to replace.
             adapted (sequence of LoRADense): For each adapter the cell that carries it alone, of the same base, or None
-                for an adapter that is not on this cell; at least one is there. A and B are zero until they are set.
+                for an adapter that is not on this cell; at least one is given. A and B are zero until they are set.
             compute_dtype (str): The dtype of the products. Default: None, the cell's.
         """
         self = cls.__new__(cls)
@@ -92,7 +92,7 @@ class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
         return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
 
     def hold_base(self, rounds: bool) -> None:
-        """Makes the cell multiply by a frozen W of 16 bits as it is: see LinearBase.hold."""
+        """Makes the cell multiply by a frozen 16-bit W directly: see LinearBase.hold."""
         self.base.hold(rounds)
 
     def construct(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
         return self.base.like(y, x)
 
     def _delta(self, tokens, shape):
-        """((dropout(x_k) A_k^T) scale_k) B_k^T of all tokens, [tokens, out]."""
+        """((dropout(x_k) A_k^T) scale_k) B_k^T for all tokens, [tokens, out]."""
         if self.dropout is not None and self.training:
             tokens = self.dropout(tokens)
         a = self.trained.of(self.mindpet_delta_lora_a)
@@ -113,15 +113,15 @@ class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
         return self._together(self.product(low, b), shape)
 
     def _by_adapter(self, tokens, shape):
-        """[K, tokens of an adapter, in] of [tokens, in]; ``shape`` is that of the cell's x."""
+        """Reshapes [tokens, in] to [K, tokens of an adapter, in]; ``shape`` is the shape of the cell's x."""
         return self.reshape(tokens, (self.adapters, -1, self.in_channels))
 
     def _together(self, y, shape):
-        """[tokens, out] of [K, tokens of an adapter, out]."""
+        """Reshapes [K, tokens of an adapter, out] to [tokens, out]."""
         return self.reshape(y, (-1, self.out_channels))
 
     def _operands(self):
-        """What x is multiplied by: W as the base takes it, or the tensors of a quantized W."""
+        """The factor of x: W as the base takes it, or the tensors of a quantized W."""
         if self.packed:
             return self.packed_weight()
         return (self.base.operand(self.weight),)
@@ -134,7 +134,7 @@ class StackedLoRADense(ReplacingCell, HeldWeight, nn.Cell):
 
 
 class StackedLoRAParallelLinear(StackedLoRADense):
-    """StackedLoRADense in the place of a linear cell of an mcore model, whose rows are side by side.
+    """StackedLoRADense for linear cells of mcore models, whose rows are on the second axis.
 
     Inputs:
         - **x** (Tensor) - Shape [sequence, batch, in_channels]; the second axis holds equal numbers of rows for the K
@@ -163,7 +163,7 @@ class StackedLoRAExpertWeight(nn.Cell):
     adapters' one after the other: K r rows of A and columns of B, and the mask keeps of each token those r that are of
     its adapter.
 
-    So the tokens of an expert stay together, whosever they are, at the price of K times the small products. Parameters
+    So the tokens of an expert stay together for all adapters, at the price of K times the small products. Parameters
     and ranks are as in StackedLoRADense. Only from_cells creates such a cell.
 
     Weights:
@@ -171,7 +171,7 @@ class StackedLoRAExpertWeight(nn.Cell):
 
     Inputs:
         - As for ExpertWeight, and
-        - **owners** (Tensor) - Shape [tokens, K]: 1 for the adapter that a token is of, else 0.
+        - **owners** (Tensor) - Shape [tokens, K]: 1 for a token's adapter, otherwise 0.
 
     Outputs:
         Tensor of shape [tokens, out].
@@ -181,7 +181,7 @@ class StackedLoRAExpertWeight(nn.Cell):
     def from_cells(
         cls, cell: ExpertWeight, adapted: Sequence[Optional[LoRAExpertWeight]], compute_dtype: Optional[str] = None
     ) -> "StackedLoRAExpertWeight":
-        """Puts K adapters on the weight of experts, in float; as StackedLoRADense.from_cells."""
+        """Puts K adapters on a weight of experts in float; as StackedLoRADense.from_cells."""
         self = cls.__new__(cls)
         nn.Cell.__init__(self)
         present = [one for one in adapted if one is not None]
@@ -212,7 +212,7 @@ class StackedLoRAExpertWeight(nn.Cell):
         return self.mindpet_delta_lora_a, self.mindpet_delta_lora_b
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by: W, A^T [experts, in, K r] and B^T [experts, K r, out]."""
+        """Returns the factors of construct: W, A^T [experts, in, K r] and B^T [experts, K r, out]."""
         together = self.adapters * self.rank
         a = self.transpose(self.cast(self.mindpet_delta_lora_a, self.dtype), (1, 3, 0, 2))
         b = self.transpose(self.cast(self.mindpet_delta_lora_b, self.dtype), (1, 0, 3, 2))

@@ -1,8 +1,8 @@
 """LoRA on the routed experts of the models that MindFormers' PyNative Trainer runs.
 
-MindFormers' GroupedMLP holds two stacked weights and sends the tokens to the experts. In a PyNativeExperts, which takes
-its place, a cell for each weight multiplies by it. MindFormers finds the experts that it shards by their class, and the
-weights, A and B by their names in them: all of them are parameters of PyNativeExperts, where the cells read them.
+MindFormers' GroupedMLP holds two stacked weights and sends the tokens to the experts. In a PyNativeExperts, which
+replaces it, a cell for each weight multiplies by it. MindFormers finds the experts that it shards by their class, and
+the weights, A and B by their names in them: all of them are parameters of PyNativeExperts, where the cells read them.
 """
 
 import functools
@@ -40,9 +40,9 @@ def grouped_mlp_types() -> Tuple[type, ...]:
 
 
 class PyNativeExpertWeight(ExpertWeight):
-    """One stacked weight of GroupedMLP as a cell of its own: y_e = x_e W_e for the tokens x_e of each expert.
+    """One stacked weight of GroupedMLP as a separate cell: y_e = x_e W_e for the tokens x_e of each expert.
 
-    It has no parameter. The weight is that of its ``holder``, GroupedMLP or the PyNativeExperts in its place.
+    It has no parameter. Its ``holder``, GroupedMLP or the PyNativeExperts that replaces it, has the weight.
 
     Weights, of the holder:
         weight1 or weight2 [experts, in_channels, out_channels].
@@ -56,7 +56,7 @@ class PyNativeExpertWeight(ExpertWeight):
     """
 
     def _take_weight(self):
-        """Takes nothing: MindFormers replaces the holder's parameter when it shards it."""
+        """Leaves the weight in the holder, since MindFormers replaces the holder's parameter when it shards it."""
 
     @property
     def weight(self) -> Parameter:
@@ -64,11 +64,11 @@ class PyNativeExpertWeight(ExpertWeight):
         return getattr(self.holder, self.leaf)
 
     def put_into(self, experts: "PyNativeExperts") -> None:
-        """Makes ``experts``, which have taken the place of the holder, the new holder."""
+        """Makes ``experts``, which replace the holder, the new holder."""
         self._holder = (experts,)
 
     def reset_parameter(self) -> None:
-        """Sets the weight to the initial values that it has in MindFormers."""
+        """Sets the weight to MindFormers' initial values."""
         self.weight.normal_(mean=0.0, std=0.01)
 
     def construct(self, x: Tensor, groups: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class PyNativeExpertWeight(ExpertWeight):
 class LoRAPyNativeExpertWeight(LoRAExpertWeight):
     """A stacked weight of experts with a low-rank update: y_e = x_e W_e + ((x_e A_e^T) * scale) B_e^T.
 
-    The holder of the weight, a PyNativeExperts, holds A and B too: each expert's transposed, as MindFormers has them.
+    The holder of the weight, a PyNativeExperts, holds A and B too: each expert's transposed, as in MindFormers.
 
     Weights, of the holder:
         weight1 [experts, in, out], weight1_lora_a [experts, in, r], weight1_lora_b [experts, r, out]; or weight2 and
@@ -127,7 +127,7 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
             setattr(self.holder, self._name(part), Parameter(value, name=name, requires_grad=part in trained))
 
     def _initial_values(self, on_meta):
-        """Returns part -> initial value; without values if MindFormers is to make room for them later."""
+        """Returns part -> initial value; without values if MindFormers allocates them later."""
         shapes = self.part_shapes(self, self.lora_rank)
         if on_meta:
             dtype = getattr(ms, self.config.param_init_type)
@@ -139,7 +139,7 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         return {part: ops.transpose(value, (0, 2, 1)) for part, value in zip("AB", allocated)}
 
     def reset_parameter(self) -> None:
-        """Sets all parameters to their initial values, where MindFormers has made room for them."""
+        """Sets all parameters that MindFormers has allocated to their initial values."""
         self.base_cell.reset_parameter()
         parts = self.parts()
         with self.draws:
@@ -153,12 +153,12 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         return y + self.cast(self.b_product(self.a_product(x, a, groups) * self.scale, b, groups), y.dtype)
 
     def without_adapter(self, x: Tensor, groups: Tensor) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         return self.base_cell(x, groups)
 
     @property
     def holder(self) -> nn.Cell:
-        """The cell whose parameters the weight, A and B are."""
+        """The cell that holds the weight, A and B as parameters."""
         return self.base_cell.holder
 
     @property
@@ -171,7 +171,7 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         return self.weight.name
 
     def name_parts(self, path: str) -> None:
-        """Leaves A and B the names that MindFormers has for them, which follow from the weight's."""
+        """Keeps MindFormers' names for A and B, which follow from the weight's."""
 
     def parts(self) -> Dict[str, Parameter]:
         holder = self.holder
@@ -200,14 +200,14 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
 
 
 class PyNativeExperts(nn.Cell):
-    """MindFormers' GroupedMLP with an adapter on its weights; ``of`` makes it of a GroupedMLP.
+    """MindFormers' GroupedMLP with an adapter on its weights; ``of`` builds it from a GroupedMLP.
 
     y = sum over the experts e of a token of p_e act(x W1_e) W2_e. The tokens are sent to the experts and back by
-    GroupedMLP, of which it is an instance too.
+    GroupedMLP, of which it is also an instance.
 
     Weights:
-        weight1 [experts, hidden, inner] and weight2 [experts, inner, hidden], with A and B as LoRAPyNativeExpertWeight
-        has them. The inner size counts the gate too.
+        weight1 [experts, hidden, inner] and weight2 [experts, inner, hidden], with A and B as in
+        LoRAPyNativeExpertWeight. The inner size includes the gate.
 
     Inputs and outputs are those of GroupedMLP.
     """
@@ -222,7 +222,7 @@ class PyNativeExperts(nn.Cell):
 
     @staticmethod
     def of(cell: nn.Cell, weights: Mapping[str, nn.Cell]) -> "PyNativeExperts":
-        """Returns what takes the place of a GroupedMLP: with these cells as its weights, by leaf."""
+        """Returns the replacement of a GroupedMLP, with these cells as its weights, by leaf."""
         experts = _on(*grouped_mlp_types())(cell)
         for leaf in LEAVES:
             weight = weights.get(leaf) or PyNativeExpertWeight(cell, leaf)
@@ -235,10 +235,10 @@ class PyNativeExperts(nn.Cell):
         return {leaf: self._cells[_cell_name(leaf)] for leaf in LEAVES}
 
     def reset_parameter(self) -> None:
-        """Does nothing, in the place of GroupedMLP's: each weight's cell sets it to its initial values."""
+        """Does nothing, unlike GroupedMLP's: each weight's cell sets it to its initial values."""
 
     def drop_float(self, leaf: str) -> None:
-        """Frees a weight, which a quantized one replaces."""
+        """Frees a weight that a quantized one replaces."""
         for cell in (self, *self._adopted):
             delattr(cell, leaf)
 
@@ -257,7 +257,7 @@ class PyNativeExperts(nn.Cell):
         return self.activation_func(gate) * up
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the GroupedMLP that this one replaced, with its weights."""
+        """Returns the replaced GroupedMLP, with its weights."""
         (cell,) = self._adopted
         for leaf in LEAVES:
             setattr(cell, leaf, getattr(self, leaf))
@@ -279,5 +279,5 @@ def _on(grouped_mlp: type) -> type:
 
 
 def _cell_name(leaf: str) -> str:
-    # Not that of the parameter, which MindFormers would then set to a Parameter in vain.
+    # Not the parameter's name, which MindFormers would then set to a Parameter in vain.
     return f"{leaf}_cell"

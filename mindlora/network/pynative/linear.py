@@ -1,8 +1,8 @@
 """LoRAPyNativeLinear: LoRA on the linear cells of the models that MindFormers' PyNative Trainer runs.
 
 MindFormers finds the cells that it shards by their class, and A and B by the names lora_a and lora_b. It builds a model
-without values (on the device "meta"), makes room for them once the model is sharded, and then has each cell set its
-own by reset_parameter.
+without values (on the device "meta"), allocates them once the model is sharded, and then calls reset_parameter
+of each cell to set its own.
 """
 
 import functools
@@ -33,27 +33,27 @@ from mindlora.network.variants.dora import DoRADense
 from mindlora.network.variants.miss import MiSSDense
 from mindlora.network.variants.vera import VeRADense
 
-# Parameters of the models that MindFormers' PyNative Trainer runs, of which a device may hold a slice.
+# Parameters of the PyNative Trainer's models, of which a device may hold a slice.
 
 
 def is_sharded(parameter: Parameter) -> bool:
-    """Returns whether hyper_parallel has sharded a parameter, if only into one part."""
+    """Returns whether hyper_parallel has sharded a parameter, even if into one part."""
     return hasattr(parameter, "placements")
 
 
 def is_divided(parameter: Parameter) -> bool:
-    """Returns whether a device holds a part of a parameter, and not the whole of it."""
+    """Returns whether a device holds only a part of a parameter."""
     placements = getattr(parameter, "placements", ())
     return any(kind.is_shard() and parameter.device_mesh.size(axis) > 1 for axis, kind in enumerate(placements))
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns the slice of a parameter, or a gradient, that is on this device: all of it, unless it is sharded."""
+    """Returns this device's slice of a parameter or gradient: all of it, unless it is sharded."""
     return parameter.to_local() if is_sharded(parameter) else parameter
 
 
 def set_value(parameter: Parameter, value: Any) -> None:
-    """Copies a whole value, which an initializer may have yet to make, into a parameter."""
+    """Copies a whole value, which an initializer may have yet to draw, into a parameter."""
     value = value.init_data() if value.has_init else value
     if is_sharded(parameter):
         sharding = sys.modules["hyper_parallel.core.dtensor.dtensor"]
@@ -61,7 +61,7 @@ def set_value(parameter: Parameter, value: Any) -> None:
     parameter.copy_(ops.cast(value, parameter.dtype))
 
 
-# What MindFormers' Linear keeps besides weight and bias, and its forward and the plans by which it is sharded read.
+# Attributes of MindFormers' Linear, besides weight and bias, that its forward and its sharding plans read.
 _OF_LINEAR = (
     "input_size",
     "output_size",
@@ -84,7 +84,7 @@ def names_of(*parts: str) -> Mapping[str, str]:
 
 
 class PyNativeBase(LinearBase):
-    """The base of MindFormers' Linear, which computes as other linear cells do where it is whole."""
+    """The base of MindFormers' Linear, which computes like other linear cells unless it is divided."""
 
     types = staticmethod(pynative_linear_types)
 
@@ -102,23 +102,23 @@ class PyNativeBase(LinearBase):
         return ops.MatMul(transpose_b=True), ops.Add() if cell.has_bias else None, cell.compute_dtype
 
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
-        # MindFormers shards later. Where it does not, fused operators saved no time either (docs/pynative_details.md).
+        # MindFormers shards later. Even without sharding, fused operators saved no time (docs/pynative_details.md).
         return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
 
 
 class _OnPyNativeLinear(LoRADense):
-    """What the adapters on MindFormers' Linear have in common; it comes before the class of the adapter.
+    """Mixin of the adapters on MindFormers' Linear; it comes before the class of the adapter.
 
-    The names of all parts end as those that MindFormers takes for an adapter's. Where lora_init changes the base, the
-    initial pair is in two more parameters, initial_lora_a [r, in_channels] and initial_lora_b [out_channels, r], which
-    do not train: MindFormers' checkpoints hold them with the changed base. They are zero until the change.
+    The names of all parts end like those that MindFormers recognizes as an adapter's. If lora_init changes the base,
+    the initial pair is in two more parameters, initial_lora_a [r, in_channels] and initial_lora_b [out_channels, r],
+    which do not train: MindFormers' checkpoints hold them with the changed base. They are zero until the change.
     """
 
     base_kind = PyNativeBase
-    # MindFormers' Linear, and the class that on_linear has joined with it.
+    # MindFormers' Linear, and the class that on_linear has combined with it.
     linear_type: Type[nn.Cell]
     adapter_type: Type[nn.Cell]
-    # The fingerprint of the base before the change, which is beside a checkpoint and not in it.
+    # The fingerprint of the base before the change, which is stored beside a checkpoint and not in it.
     _fingerprint: Optional[dict] = None
     # Shared by the cells of a model with pet_config.seed.
     draws = InitialDraws(None)
@@ -186,7 +186,7 @@ class _OnPyNativeLinear(LoRADense):
         self.reset_adapter()
 
     def reset_adapter(self) -> None:
-        """Sets the parameters of the adapter to their initial values, where there is room for them."""
+        """Sets the adapter's allocated parameters to their initial values."""
         with self.draws:
             super()._add_adapter(self.config, tuple(self.shared_parts().values()))
         for name in PYNATIVE_INITIAL.values():
@@ -194,14 +194,14 @@ class _OnPyNativeLinear(LoRADense):
                 fill(getattr(self, name), 0)
 
     def linear(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """x W^T + bias, by MindFormers' Linear where the cell is divided."""
+        """x W^T + bias, by MindFormers' Linear if the cell is divided."""
         if is_divided(self.weight):
             return self.linear_type.construct(self, input_, weight)
         # MindFormers multiplies by a transposed view of W, which a CPU copies at every step.
         return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns what the cell that this one replaced computes."""
+        """Returns the output of the replaced cell."""
         return self.linear(input_, weight)
 
     def reset_linear(self) -> None:
@@ -212,16 +212,16 @@ class _OnPyNativeLinear(LoRADense):
 class LoRAPyNativeLinear(_OnPyNativeLinear):
     r"""A linear cell of a PyNative model with a low-rank update: y = x W^T + bias + ((dropout(x) A^T) * scale) B^T.
 
-    All is made of MindSpore's operators, of which PyNative computes the gradient, in the dtype in which the cell
-    computes; those of the low-rank path are the ones of MindFormers' own LoRA, so that both train to the same bits.
-    Only from_cell creates such a cell, which is an instance of MindFormers' Linear too.
+    It uses MindSpore's operators, of which PyNative computes the gradient, in the dtype in which the cell
+    computes; the low-rank path has the operators of MindFormers' own LoRA, so that both train to the same bits.
+    Only from_cell creates such a cell, which is also an instance of MindFormers' Linear.
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], lora_a [r, in_channels], lora_b [out_channels, r].
 
     Inputs:
         - **input_** (Tensor) - Shape [..., in_channels].
-        - **weight** (Tensor) - A weight in the place of the cell's. Default: None.
+        - **weight** (Tensor) - A weight to use instead of the cell's. Default: None.
 
     Outputs:
         Tensor of shape [..., out_channels] and of the dtype of input_.
@@ -257,7 +257,7 @@ class WholePyNativeLinear(_OnPyNativeLinear):
         super().reset_parameter()
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        # The model passes a weight only to a cell without one of its own, which check refuses.
+        # The model passes a weight only to a cell without its own, which check refuses.
         return super().construct(input_)
 
 
@@ -306,16 +306,16 @@ class MiSSPyNativeLinear(WholePyNativeLinear, MiSSDense):
 
 
 def adopt_settings(target: nn.Cell, cell: nn.Cell) -> None:
-    """Gives the cell that replaces a Linear what MindFormers reads of it, besides weight and bias."""
+    """Copies the attributes that MindFormers reads, besides weight and bias, to the cell that replaces a Linear."""
     for name in _OF_LINEAR:
         setattr(target, name, getattr(cell, name))
 
 
 @functools.lru_cache(maxsize=None)
 def on_linear(kind: Type[nn.Cell], linear: type) -> Type[nn.Cell]:
-    """Returns the class that is both.
+    """Returns the class that combines both.
 
-    The parts of an adapter have the names of other cells too, by which the class of the adapter reads them.
+    An adapter's parts also have the names of other cells, under which the class of the adapter reads them.
     """
     parts = getattr(kind, "parameter_names", {})
     members: Dict[str, Any] = {PARAMETERS[part]: property(operator.attrgetter(name)) for part, name in parts.items()}
@@ -345,7 +345,7 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
     def shared_parameters(cls, cells: Sequence[nn.Cell], config: LoraConfig) -> Tuple[Parameter, ...]:
         shared = super().shared_parameters(cells, config)
         for parameter in shared:
-            # Making room for the values of a model empties these parameters too.
+            # Allocating the values of a model empties these parameters too.
             parameter.initial = parameter.asnumpy()
         return shared
 
@@ -354,7 +354,7 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
         super()._add_adapter(config, shared)
 
     def reset_parameter(self) -> None:
-        """Sets all parameters to their initial values; the first cell of a model sets those that all share."""
+        """Sets all parameters to their initial values; the first cell of a model sets the shared ones."""
         super().reset_parameter()
         for parameter in self.shared_parts().values():
             initial = vars(parameter).pop("initial", None)
@@ -363,7 +363,7 @@ class VeRAPyNativeLinear(WholePyNativeLinear, VeRADense):
 
 
 class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
-    """StackedLoRADense in the place of MindFormers' Linear, whose rows are side by side.
+    """StackedLoRADense for MindFormers' Linear, whose rows are on the second axis.
 
     Weights:
         Those of the cell that it adopts, whose weight may be 4-bit; stacked_lora_a [K, r, in_channels] and
@@ -396,17 +396,17 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
 
     @staticmethod
     def _zeros(shape, dtype, name):
-        # An initializer would have yet to make its values when the optimizer copies them.
+        # An initializer would not have drawn its values yet when the optimizer copies them.
         with ms.DeviceCtx("meta"):
             return Parameter(mint.empty(shape, dtype=dtype), name=name)
 
     @property
     def quantization(self) -> Optional[str]:
-        """How W is quantized, as it is of a cell with one adapter."""
+        """The quantization of W, as in a cell with one adapter."""
         return getattr(self._base_cell[0], "quantization", None)
 
     def reset_parameter(self) -> None:
-        """Sets W and bias to their initial values, and A and B to those of the adapters."""
+        """Sets W and bias to their initial values, and A and B to the adapters' initial values."""
         self._base_cell[0].reset_parameter()
         for part, stacked in zip("AB", self.lora_parameters()):
             values = np.zeros(stacked.shape, np.float32)
@@ -417,5 +417,5 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
             set_value(stacked, Tensor(values))
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        # The model passes a weight only to a cell without one of its own, which the adapters' cells refuse.
+        # The model passes a weight only to a cell without its own, which the adapters' cells refuse.
         return self.computed(input_)

@@ -1,7 +1,7 @@
 """4-bit NormalFloat in the models that MindFormers' PyNative Trainer runs: linear cells and routed experts.
 
-MindFormers builds a model without values and loads its base later: the cells are made for a weight without values, and
-NaN until the tensors of a quantized one are loaded.
+MindFormers builds a model without values and loads its base later: the cells are built for a weight without values, and
+are NaN until the tensors of a quantized one are loaded.
 """
 
 from typing import Optional, Tuple, Type
@@ -37,7 +37,7 @@ class NF4PyNativeLinear(NF4Dense):
 
     Inputs:
         - **input_** (Tensor) - Shape [..., in_channels].
-        - **weight** - None: the cell has a weight of its own.
+        - **weight** - None: the cell has its own weight.
 
     Outputs:
         Tensor of shape [..., out_channels] and of the dtype of input_.
@@ -105,7 +105,7 @@ class QLoRAPyNativeLinear(OnNf4, WholePyNativeLinear, QLoRADense):
 
 
 class NF4PyNativeExpertWeight(PyNativeExpertWeight):
-    """A stacked weight of experts in 4 bits, made by from_dense: y_e = x_e W_e with W = absmax' * TABLE[codes].
+    """A stacked weight of experts in 4 bits, built by from_dense: y_e = x_e W_e with W = absmax' * TABLE[codes].
 
     W is quantized as one matrix [experts * in, out], as in NF4ExpertWeight, and decoded into the dtype of the products
     where it is multiplied by, and again in the backward.
@@ -151,7 +151,7 @@ class NF4PyNativeExpertWeight(PyNativeExpertWeight):
         check_grouped_mlp(cell.holder)
 
     def put_into(self, experts: PyNativeExperts) -> None:
-        """Makes the experts the holder, in which the quantized weight takes the place of the one in float."""
+        """Makes the experts the holder, in which the quantized weight replaces the one in float."""
         super().put_into(experts)
         experts.drop_float(self.leaf)
         (packed,) = self._made
@@ -166,7 +166,7 @@ class NF4PyNativeExpertWeight(PyNativeExpertWeight):
         return self.product(x, groups, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
 
     def plain_cell(self) -> nn.Cell:
-        """Raises MergeError: it is merged in files."""
+        """Raises MergeError, since such weights are merged in files."""
         raise MergeError(
             f"{self.weight.name} is quantized, and is not turned into float under MindFormers' PyNative Trainer. Merge "
             "the saved adapter into the base in float (mindlora base merge)."
@@ -191,7 +191,7 @@ class NF4PyNativeExpertWeight(PyNativeExpertWeight):
         return getattr(self.holder, self._name(name))
 
     def _name(self, name):
-        """Returns what the holder calls the tensor that other quantized cells call weight, weight_absmax and so on."""
+        """Returns the holder's name for the tensor that other quantized cells call weight, weight_absmax and so on."""
         return self.leaf + name[len("weight") :]
 
 
@@ -201,7 +201,7 @@ class DecodedProduct(CellWithBprop):
     Args:
         in_channels (int): Size of the last axis of x.
         out_channels (int): Size of the last axis of the product.
-        dtype (mindspore.dtype): Of the product.
+        dtype (mindspore.dtype): The dtype of the product.
 
     Inputs:
         - **x** (Tensor) - Shape [tokens, in_channels], sorted by expert.

@@ -1,4 +1,4 @@
-"""IntegerDense: a frozen linear cell whose weight is in integers of 4 or 8 bits, as its base was published."""
+"""IntegerDense: a frozen linear cell whose weight is in integers of 4 or 8 bits, as published."""
 
 from typing import Sequence
 
@@ -15,10 +15,10 @@ from mindlora.ops.integer_linear import IntegerLinear
 
 
 class IntegerDense(QuantizedDense):
-    r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = (codes - zeros) * scales.
+    r"""A frozen linear cell, built by from_dense: y = activation(x W^T + bias) with W = (codes - zeros) * scales.
 
-    mindlora.core.numerics.integers defines the bytes. W takes 4 or 8 bits per number, and those of its scales and
-    zeros. It is never held in float (see IntegerLinear). x gets a gradient, W does not. For a CPU.
+    mindlora.core.numerics.integers defines the bytes. W takes 4 or 8 bits per number, plus its scales and
+    zeros. It is never held in float (see IntegerLinear). x gets a gradient, W does not. It runs on a CPU.
 
     Weights:
         weight [out_channels, in_channels * bits / 8] uint8, the codes; weight_zeros [out_channels, groups] uint8;
@@ -27,7 +27,7 @@ class IntegerDense(QuantizedDense):
     Attributes:
         quantization (str): "int4" or "int8".
 
-    Source: Frantar et al., GPTQ, 2023; Dettmers et al., LLM.int8(), 2022: the weights that are published so.
+    Source: Frantar et al., GPTQ, 2023; Dettmers et al., LLM.int8(), 2022, for such weights.
     """
 
     tensor_names = tuple(TENSOR_NAMES.values())
@@ -35,12 +35,12 @@ class IntegerDense(QuantizedDense):
 
     @classmethod
     def from_dense(cls, cell: nn.Cell, prefix: str, form: IntegerForm) -> "IntegerDense":
-        """Replaces a linear cell, whose weight it frees; load_base fills its own, which is NaN until then.
+        """Replaces a linear cell and frees its weight; load_base fills the new one, which is NaN until then.
 
         Args:
             cell (nn.Dense or mindformers.modules.layers.Linear): The cell to replace.
             prefix (str): The prefix of its parameters, without the last dot.
-            form (IntegerForm): How its weight is held.
+            form (IntegerForm): The form of its weight.
 
         Raises:
             UnsupportedCellError: The cell is of another kind, sharded, or holds experts.
@@ -68,6 +68,6 @@ class IntegerDense(QuantizedDense):
 
 
 def integer_array(cell: nn.Cell) -> IntegerArray:
-    """Returns the weight in integers of a cell, with an adapter or without one, in NumPy."""
+    """Returns the integer weight of a cell, with or without an adapter, in NumPy."""
     fields = {field: to_array(getattr(cell, name)) for field, name in TENSOR_NAMES.items()}
     return IntegerArray(**fields, bits=8 * fields["codes"].shape[1] // cell.in_channels)

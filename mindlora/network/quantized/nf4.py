@@ -17,10 +17,10 @@ from mindlora.ops.nf4_linear import Nf4Linear
 
 
 class NF4Dense(QuantizedDense):
-    r"""A frozen linear cell, made by from_dense: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
+    r"""A frozen linear cell, built by from_dense: y = activation(x W^T + bias) with W = absmax' * TABLE[codes].
 
     mindlora.core.numerics.nf4 defines the codes. W takes 4.13 bits per number. It is never held in float between two
-    steps, and on a CPU not within a step either (see Nf4Linear). x gets a gradient, W does not.
+    steps, and on a CPU not even within a step (see Nf4Linear). x gets a gradient, W does not.
 
     Weights:
         weight [out_channels, blocks * 32] uint8, the codes, two in a byte; weight_absmax [out_channels, blocks] uint8;
@@ -70,10 +70,10 @@ class NF4Dense(QuantizedDense):
 def packed_parameters(
     weight: Parameter, name: str, path: str, array: Optional[Nf4Array] = None
 ) -> Dict[str, Parameter]:
-    """Returns the frozen parameters that take the place of a weight of this name, by the attribute that they are.
+    """Returns the frozen parameters that replace a weight of this name, by attribute.
 
     They are ``array``, by default quantize(weight); NaN until they are loaded if the weight has no values yet. ``path``
-    is that of the cell, for errors; empty for a cell outside of a network. A weight [experts, in, out] is quantized as
+    is the cell's, for errors; empty for a cell outside a network. A weight [experts, in, out] is quantized as
     the matrix [experts * in, out].
     """
     *rows, columns = weight.shape
@@ -87,7 +87,7 @@ def packed_parameters(
 
 
 def _unset(weight, shape, dtype):
-    """Returns a tensor for a weight without values: NaN, or with as little room in memory as the weight has."""
+    """Returns a tensor for a weight without values: NaN, or unallocated like the weight."""
     of_codes = dtype == np.uint8
     dtype = mstype.uint8 if of_codes else mstype.float32
     if weight.has_init:
@@ -97,19 +97,19 @@ def _unset(weight, shape, dtype):
 
 
 def has_values(weight: Parameter) -> bool:
-    """Returns whether a parameter has values, and not only a shape until a checkpoint is loaded."""
+    """Returns whether a parameter has values, rather than only a shape until a checkpoint is loaded."""
     return not weight.has_init and not getattr(weight, "is_meta", False)
 
 
 def matrix_shape(cell: nn.Cell) -> Tuple[int, int]:
-    """Returns the shape of W of a quantized cell: [out, in], or [experts * in, out] of stacked experts."""
+    """Returns the shape of W of a quantized cell: [out, in], or [experts * in, out] for stacked experts."""
     if hasattr(cell, "experts"):
         return cell.experts * cell.in_channels, cell.out_channels
     return cell.out_channels, cell.in_channels
 
 
 def nf4_array(cell: nn.Cell) -> Nf4Array:
-    """Returns the quantized weight of a cell, with an adapter or without one, in NumPy."""
+    """Returns the quantized weight of a cell, with or without an adapter, in NumPy."""
     return Nf4Array(
         **{field: getattr(cell, name).asnumpy() for field, name in TENSOR_NAMES.items()}, shape=matrix_shape(cell)
     )
@@ -147,8 +147,8 @@ def parameter_count(network: nn.Cell) -> int:
 class QLoRADense(LoRADense):
     r"""A quantized linear cell with a low-rank update: y = activation(x W^T + bias + ((dropout(x) A^T) * scale) B^T).
 
-    W is the weight of the NF4Dense or IntegerDense that it adopts: in few bits, frozen, without a gradient. A and B are
-    in float, as in LoRADense.
+    W is the weight of the NF4Dense or IntegerDense that it adopts: quantized, frozen, without a gradient. A and B are
+    floats, as in LoRADense.
 
     Only from_cell creates such a cell.
 

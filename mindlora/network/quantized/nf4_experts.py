@@ -17,7 +17,7 @@ from mindlora.ops.nf4_linear import Nf4Linear
 
 
 class DecodedWeight(Nf4Linear):
-    """W = absmax' * TABLE[codes] as [experts, rows, columns], decoded again in the backward, which does not keep it.
+    """W = absmax' * TABLE[codes] as [experts, rows, columns], not kept for the backward, which decodes it again.
 
     W is decoded only once ``after``, of any shape, is computed. The other inputs are as in Nf4Linear, which describes
     paths and memory. Nothing gets a gradient.
@@ -43,7 +43,7 @@ class DecodedWeight(Nf4Linear):
 
 
 class NF4ExpertWeight(ExpertWeight):
-    """A stacked weight of experts in 4 bits, made by from_dense: y_e = x_e W_e with W = absmax' * TABLE[codes].
+    """A stacked weight of experts in 4 bits, built by from_dense: y_e = x_e W_e with W = absmax' * TABLE[codes].
 
     W [experts * in, out] is quantized as one matrix (see mindlora.core.numerics.nf4), in blocks along its rows, and
     decoded into the dtype of the products when the layer computes, by plain operators or, on Ascend, by nf4_linear's
@@ -73,7 +73,7 @@ class NF4ExpertWeight(ExpertWeight):
             array (Nf4Array): The quantized weight. Default: None, quantize(weight).
 
         Raises:
-            UnsupportedCellError: The weight cannot be taken out of its FFNGroupedGEMM, or is sharded.
+            UnsupportedCellError: The weight cannot become separate from its FFNGroupedGEMM, or is sharded.
             QuantizationError: The weight holds infinity or NaN.
         """
         cls.check(cell)
@@ -103,7 +103,7 @@ class NF4ExpertWeight(ExpertWeight):
             raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
     def operands(self, after: Tensor) -> Operands:
-        """Returns what construct multiplies by once ``after`` is computed; W stands in for the missing A and B."""
+        """Returns the factors of construct, read after ``after`` is computed; W stands in for the missing A and B."""
         weight = self.decode(after, self.weight, self.weight_absmax, self.weight_scales, self.weight_offsets)
         return weight, weight, weight
 
@@ -111,7 +111,7 @@ class NF4ExpertWeight(ExpertWeight):
         return DecodedWeight(self.in_channels, self.out_channels, dtype)
 
     def drop_float(self) -> None:
-        """Undoes plain_cell: frees the weight in float."""
+        """Reverses plain_cell: frees the weight in float."""
         delattr(self.holder, self.leaf)
 
     def plain_cell(self) -> ExpertWeight:

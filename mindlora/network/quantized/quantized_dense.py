@@ -1,4 +1,4 @@
-"""QuantizedDense: a frozen linear cell whose weight is in few bits, whatever their form."""
+"""QuantizedDense: a frozen linear cell with a quantized weight of any form."""
 
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Type
 
@@ -17,9 +17,9 @@ from mindlora.network.tensors import to_array
 
 
 class QuantizedDense(HeldWeight, nn.Cell):
-    """Base of the cells y = activation(x W^T + bias) with a frozen W in few bits; a subclass says in which form.
+    """Base of the cells y = activation(x W^T + bias) with a frozen, quantized W; a subclass defines its form.
 
-    It has the classmethod from_dense, which makes it, and ``decode``.
+    The subclass has the classmethod from_dense, which builds it, and ``decode``.
 
     Attributes:
         quantization (str): The form.
@@ -47,7 +47,7 @@ class QuantizedDense(HeldWeight, nn.Cell):
             raise UnsupportedCellError(NOT_QUANTIZED_SHARDED)
 
     def _take(self, cell: nn.Cell, matmul: nn.Cell, parameters: Dict[str, Parameter]) -> None:
-        """Takes the place of a cell, with the product ``matmul`` and parameters by attribute."""
+        """Replaces a cell, with the product ``matmul`` and parameters by attribute."""
         adopt_linear(self, cell, self.base_kind(cell, matmul=matmul))
         self.weight_dtype = cell.weight.dtype
         for name, parameter in parameters.items():
@@ -75,11 +75,11 @@ class QuantizedDense(HeldWeight, nn.Cell):
 
     @property
     def emptied_cell(self) -> nn.Cell:
-        """The cell that this one replaced, without its weight."""
+        """The replaced cell, without its weight."""
         return self._emptied[0]
 
     def plain_cell(self) -> nn.Cell:
-        """Returns the cell that this one replaced, with the dequantized weight."""
+        """Returns the replaced cell, with the dequantized weight."""
         cell = self.emptied_cell
         weight = Tensor(self.by_rows()[:], self.weight_dtype)
         cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
@@ -87,7 +87,7 @@ class QuantizedDense(HeldWeight, nn.Cell):
         return cell
 
     def drop_float(self) -> None:
-        """Undoes plain_cell: frees the weight in float."""
+        """Reverses plain_cell: frees the weight in float."""
         del self.emptied_cell.weight
 
     def extend_repr(self) -> str:
@@ -144,7 +144,7 @@ class QuantizedBase(LinearBase):
 
     @classmethod
     def check(cls, cell: nn.Cell) -> None:
-        """Takes every such cell."""
+        """Accepts every such cell."""
 
     @classmethod
     def traits(cls, cell: nn.Cell) -> Tuple[str, ...]:

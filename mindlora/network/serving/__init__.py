@@ -1,1 +1,1 @@
-"""Cells in which each token has an adapter of its own."""
+"""Cells in which each token has its own adapter."""

@@ -1,4 +1,4 @@
-"""MultiLoRADense: a frozen linear cell in which each token uses an adapter of its own, from a pool of slots."""
+"""MultiLoRADense: a frozen linear cell in which each token uses its own adapter, from a pool of slots."""
 
 from typing import Optional, Sequence, Tuple
 
@@ -24,8 +24,8 @@ from mindlora.ops.rounded_linear import RoundedLinear, RoundedLinears
 class MultiLoRAExperts(nn.Cell):
     r"""Holds A_ie and B_ie of each slot i and expert e, for W_e + scale_i B_ie A_ie.
 
-    It computes nothing itself: mindlora.ops.routed_experts does, and on Ascend GroupedExperts. On a CPU the pool takes
-    memory only where an adapter has been written.
+    It does not compute: mindlora.ops.routed_experts does, and on Ascend GroupedExperts. On a CPU the pool takes
+    memory only for adapters that have been written.
 
     Weights:
         lora_pool [slots, experts * max_rank, in_channels + out_channels], lora_ranks [slots] int32 and lora_scales
@@ -33,11 +33,11 @@ class MultiLoRAExperts(nn.Cell):
         than experts is empty.
 
     Args:
-        name (str): Of the base's weight.
-        shape (tuple): [experts, out_channels, in_channels] of it.
+        name (str): Name of the base's weight.
+        shape (tuple): Its [experts, out_channels, in_channels].
         slots (int): How many adapters the pool holds at once.
         max_rank (int): The largest rank of an adapter.
-        dtype (mindspore.dtype): That of the pool, in which the experts compute; float32 on a CPU.
+        dtype (mindspore.dtype): The dtype of the pool, in which the experts compute; float32 on a CPU.
     """
 
     def __init__(self, name: str, shape: Tuple[int, int, int], slots: int, max_rank: int, dtype: mstype.Type):
@@ -60,15 +60,15 @@ def _zeros(name, shape, dtype):
 class MultiLoRADense(HeldWeight, nn.Cell):
     r"""y[t] = activation(x[t] W^T + bias + ((x[t] A_i^T) * scale_i) B_i^T) with i = slots_of_tokens[t].
 
-    A token whose i is -1 uses the base alone, as do those whose slot is empty. With ``gained``, what is added to the
-    bias is multiplied by 1 + gain_i, number by number, which makes a DoRA of each adapter with gains. It serves
-    adapters that are trained already: there is no gradient for them. Only from_cell creates such a cell.
+    A token whose i is -1 uses the base alone, as do tokens whose slot is empty. With ``gained``, everything added to
+    the bias is multiplied element by element by 1 + gain_i, which turns each adapter with gains into DoRA. It serves
+    trained adapters: there is no gradient for them. Only from_cell creates such a cell.
 
     Weights:
-        Those of the cell that it adopts, whose weight may be in few bits (QuantizedDense); lora_pool [slots, max_rank,
+        As in the adopted cell, whose weight may be quantized (QuantizedDense); lora_pool [slots, max_rank,
         in_channels + out_channels] of the compute dtype or of 16 bits, lora_ranks [slots] int32 and lora_scales
         [slots] float32, which multi_lora_slot_write fills (layout: MultiLoraDelta); and lora_gains [slots + 1,
-        out_channels] float32, the last row of zeros, that of the base.
+        out_channels] float32, whose last row, of zeros, is the base's.
 
     Inputs:
         - **x** (Tensor) - Shape [..., in_channels].
@@ -80,10 +80,10 @@ class MultiLoRADense(HeldWeight, nn.Cell):
     LoRA Adapters, 2023; Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
 
     Attributes:
-        quantization (str or None): in what form the base's weight is, if in few bits.
+        quantization (str or None): The form of the base's weight, if it is quantized.
         rounds (bool): Whether the base's products are in bfloat16.
-        few (bool): A flag, read when a graph is compiled: whether the graph is for steps of few tokens.
-        gained (bool): Such a flag: whether the graph is for steps in which adapters have gains.
+        few (bool): Whether the graph is for steps of few tokens; read when a graph is compiled.
+        gained (bool): Whether the graph is for steps in which adapters have gains; read when a graph is compiled.
     """
 
     @classmethod
@@ -106,7 +106,7 @@ class MultiLoRADense(HeldWeight, nn.Cell):
             max_rank (int): The largest rank of an adapter.
             slots_of_tokens (Parameter): int32 [at least the tokens of any call], the slot of each token, -1 for the
                 base. All cells of a network share it.
-            pool_dtype (mindspore.dtype): What the pool holds adapters in; one of 16 bits goes with a compute dtype of
+            pool_dtype (mindspore.dtype): The dtype of adapters in the pool; one of 16 bits needs a compute dtype of
                 float32 on a CPU. Default: None, the compute dtype.
             rounds (bool): Whether the base's products are in bfloat16 (RoundedLinear) where its weight is in bfloat16
                 or 4-bit; for a CPU and a compute dtype of float32. Default: False.
@@ -131,7 +131,7 @@ class MultiLoRADense(HeldWeight, nn.Cell):
         self.slots_of_tokens = slots_of_tokens
         self.delta = MultiLoraDelta()
         self.linear = MultiLoraLinearWithBias() if self.has_bias else MultiLoraLinear()
-        # A weight of 16 bits stays as it is: the operator widens it as it reads.
+        # A 16-bit weight stays unchanged: the operator widens it as it reads.
         self.widens = self.linear.path == "cpu" and self.dtype == mstype.float32
         # Integers are multiplied in float32 alone.
         rounded_form = isinstance(cell, NF4Dense) or self.weight.dtype == mstype.bfloat16
@@ -139,7 +139,7 @@ class MultiLoRADense(HeldWeight, nn.Cell):
         if self.rounds:
             self.rounded = RoundedLinear(self.packed, self.has_bias)
         if self.has_bias and self.widens:
-            # MindSpore's operators on a CPU do not take one of bfloat16.
+            # MindSpore's operators on a CPU do not take a bfloat16 weight.
             bias = to_tensor(to_float32(to_array(self.bias)))
             self.bias = Parameter(bias, name=self.bias.name, requires_grad=False)
         self.few = False
@@ -156,7 +156,7 @@ class MultiLoRADense(HeldWeight, nn.Cell):
         return self.with_slots(x, self.slots_of_tokens, self.few)
 
     def with_slots(self, x: Tensor, slots: Tensor, few: bool) -> Tensor:
-        """The cell's output with slots, int32 [at least tokens], other than those of the step's tokens.
+        """The cell's output with slots, int32 [at least tokens], instead of those of the step's tokens.
 
         ``few`` says whether x [..., in_channels] has only a few tokens. The result is [..., out_channels], dtype of x.
         """
@@ -171,7 +171,7 @@ class MultiLoRADense(HeldWeight, nn.Cell):
         return self.cast(self.finished(y, slots), input_dtype)
 
     def finished(self, y: Tensor, slots: Tensor) -> Tensor:
-        """What comes after the product and the adapters: gains and the activation."""
+        """The steps after the product and the adapters: gains and the activation."""
         if self.gained:
             y = self._with_gains(y, slots)
         # The low-rank product is inside the activation, as in the cell that trained.
@@ -230,7 +230,7 @@ class LinearsTogether(nn.Cell):
         - **x** (Tensor) - [..., in_channels].
 
     Outputs:
-        Tuple of Tensor [..., out_channels], dtype of x: those of the cells.
+        Tuple of Tensor [..., out_channels], dtype of x: the cells' outputs.
     """
 
     def __init__(self, cells: Sequence[MultiLoRADense]):
@@ -245,7 +245,7 @@ class LinearsTogether(nn.Cell):
 
     @classmethod
     def of(cls, cells: Sequence[nn.Cell]) -> Optional["LinearsTogether"]:
-        """Returns the cell for ``cells``; None where one operator cannot compute them."""
+        """Returns the cell for ``cells``; None if one operator cannot compute them."""
         if not all(isinstance(cell, MultiLoRADense) and cell.rounds for cell in cells):
             return None
         kinds = {(cell.packed, cell.has_bias, cell.dtype, cell.lora_pool.dtype) for cell in cells}
@@ -280,7 +280,7 @@ class JoinsLinears(nn.Cell):
         self.joins = False
 
     def join_linears(self) -> None:
-        """Lets one operator compute the linear cells, if it can. They must be those of the network that is compiled."""
+        """Lets one operator compute the linear cells, if it can. They must belong to the compiled network."""
         together = LinearsTogether.of([getattr(self, name) for name in self.joined])
         if together is not None:
             # Straight into _cells: assigning an attribute would rename the parameters.

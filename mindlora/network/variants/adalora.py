@@ -1,4 +1,4 @@
-"""AdaLoRADense: a linear cell whose low-rank update is a product P Lambda Q, from which triplets are taken away."""
+"""AdaLoRADense: a linear cell whose low-rank update is a product P Lambda Q, from which triplets are removed."""
 
 from typing import Dict, Tuple
 
@@ -11,7 +11,7 @@ from mindlora.models.variants.adalora import ADALORA
 from mindlora.network.cells.dense import LoRADense
 from mindlora.network.tensors import to_array
 
-# PEFT's: the deviation of the initial P and Q, and what it adds to the rank where it divides by it.
+# PEFT's deviation of the initial P and Q, and the number that it adds to the rank in a division.
 _DEVIATION, _EPSILON = 0.02, 1e-5
 
 
@@ -22,12 +22,12 @@ class AdaLoRADense(LoRADense):
         y = activation(x W^T + bias + ((dropout(x) Q^T) (scale \, \Lambda)) P^T), \quad
         scale = \frac{lora\_alpha}{init\_r + 10^{-5}}
 
-    A is Q and B is P, initialized to normal values of deviation 0.02; Lambda is zero, so that the cell computes what
-    the plain one does until it trains. The triplet i is (B[:, i], Lambda[i], A[i]). While the cell trains,
+    A is Q and B is P, initialized to normal values of deviation 0.02; Lambda is zero, so that the cell computes the
+    same as the plain one until it trains. Triplet i is (B[:, i], Lambda[i], A[i]). While the cell trains,
     mindlora.training.adalora.rank_budget keeps A and B near orthogonal matrices and sets Lambda to zero where a triplet
-    is worth little. The scale is PEFT's and does not change when triplets are taken away.
+    has little importance. The scale is PEFT's and does not change when triplets are removed.
 
-    Saved, the cell is a plain LoRA of as many ranks as Lambda has elements other than zero (saved_parts).
+    The saved cell is a plain LoRA with one rank for each nonzero element of Lambda (saved_parts).
 
     Weights:
         weight [out_channels, in_channels], bias [out_channels], mindpet_delta_lora_a [r, in_channels],
@@ -68,11 +68,11 @@ class AdaLoRADense(LoRADense):
     def saved_parts(self, keep_zeros: bool = False) -> Dict[str, np.ndarray]:
         """Returns A and B of the plain LoRA of rank k that computes the same, whose scale is lora_alpha / k.
 
-        Lambda is multiplied into A; without ``keep_zeros``, triplets with a Lambda of zero are left out. Empty if none
-        is left.
+        Lambda is multiplied into A; without ``keep_zeros``, triplets with a Lambda of zero are left out. Empty if no
+        triplet is left.
         """
         a, b, weights = self._arrays()
-        # Also NaN, for what saves it to refuse.
+        # Also NaN, which saving then refuses.
         kept = np.flatnonzero(weights != 0) if not keep_zeros else np.arange(len(weights))
         if not len(kept):
             return {}

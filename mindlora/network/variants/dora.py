@@ -13,9 +13,9 @@ from mindlora.core.numerics.folding import Rows
 from mindlora.models.variants.dora import DORA
 from mindlora.network.cells.dense import LoRADense
 
-# How many rows of W, evenly spread, are compared to tell whether W has changed since the magnitude was initialized.
+# How many rows of W, evenly spread, are compared to detect a change of W since the magnitude was initialized.
 _SAMPLED_ROWS = 4
-# How many rows of W + scale B A are formed at a time, where the magnitude is initialized.
+# The number of rows of W + scale B A that are formed at a time when the magnitude is initialized.
 _ROWS = 256
 
 
@@ -26,7 +26,7 @@ class DoRADense(LoRADense):
         g = m / \|W + scale \, B A\|_{row}, \quad y = activation(g (x W^T + ((x A^T) scale) B^T) + bias)
 
     The backward treats the norm as a constant, as in the paper (section 4.3). With dropout in training, as in PEFT,
-    x W^T is computed from x, but what DoRA adds to it from the dropped x':
+    x W^T is computed from x, but DoRA's update of it from the dropped x':
     y = x W^T + (g (x' W^T + ((x' A^T) scale) B^T) - x' W^T) + bias, which takes two products with W.
 
     The norm of a row is computed from products with A and B, without the matrix scale B A:
@@ -34,11 +34,11 @@ class DoRADense(LoRADense):
     W, the norm has the rounding error of that difference.
 
     The magnitude m is NaN until it is initialized to the row norms of W + scale B A. That happens when it is first
-    needed (set_train(True), save_lora, merge_lora), so that a base loaded after the cell was created is taken into
-    account. Until then g is 1 at inference; in training the loss is NaN. If another base is loaded after that, m is
+    needed (set_train(True), save_lora, merge_lora), so that a base loaded after the cell was created counts
+    too. Until then g is 1 at inference; in training the loss is NaN. If another base is loaded after that, m is
     initialized again, unless it has been trained, which raises an error.
 
-    The arguments are those of LoRADense.
+    The arguments are as in LoRADense.
 
     Weights:
         As in LoRADense, and mindpet_delta_lora_magnitude [out_channels].
@@ -55,7 +55,7 @@ class DoRADense(LoRADense):
     Source: Liu et al., DoRA: Weight-Decomposed Low-Rank Adaptation, 2024.
     """
 
-    # The magnitude's initial values, and rows of the W that they came from. None until then, and after loading one.
+    # The magnitude's initial values, and rows of their W. None before, and after a magnitude is loaded.
     _initial = None
 
     variant = DORA
@@ -106,7 +106,7 @@ class DoRADense(LoRADense):
         return self.sqrt(self.base.squared_norms(self._stored(), x) + crossed)
 
     def prepare(self) -> None:
-        """Initializes the magnitude, or does so again if W has changed since and the magnitude was not trained.
+        """Initializes the magnitude, or initializes it again if W has changed since and the magnitude is untrained.
 
         Raises:
             LoraError: W has changed since the magnitude was initialized and trained; or a row of W + scale B A is 0.

@@ -16,7 +16,7 @@ class MiSSDense(LoRADense):
         y = activation(x W^T + bias + (\sum_s dropout(x)_s) D^T)
 
     x is divided into shards x_s of r elements, the last one filled with zeros. The block D is initialized to zero, so
-    that the cell computes what the plain one does until it trains; it is all that trains, out_channels * r numbers. The
+    that the cell computes the same as the plain one until it trains. Only D trains, out_channels * r numbers. The
     update of W is D in each shard of the columns, and its scale is 1. The fused operators do not support this cell.
 
     Weights:

@@ -21,7 +21,7 @@ class VeRADense(LoRADense):
 
     A and B are the shared projection: the same two parameters in all cells of a network, as wide as its widest adapted
     cell. Each cell takes the first columns of A and the first rows of B (see mindlora.core.numerics.initializers).
-    lambda_d is initialized to d_initial and lambda_b to zero, so that the cell computes what the plain one does until
+    lambda_d is initialized to d_initial and lambda_b to zero, so that the cell computes the same as the plain one until
     it trains. Only these two train, r + out_channels numbers. The fused operators do not support this cell.
 
     Weights:
@@ -82,7 +82,7 @@ class VeRADense(LoRADense):
 
     def _adapted(self, x):
         """x W^T + bias + ((dropout(x) A^T) lambda_d) (diag(lambda_b) B)^T."""
-        # Cast first: a CPU cannot slice every dtype that A and B can be stored in.
+        # Cast first: a CPU cannot slice every stored dtype of A and B.
         a = self.cast(self.mindpet_delta_lora_vera_a, self.dtype)
         b = self.cast(self.mindpet_delta_lora_vera_b, self.dtype)
         # lambda_b scales the rows of B, not y, so that nothing of the size of y is kept for the backward.
@@ -93,5 +93,5 @@ class VeRADense(LoRADense):
         return self.low_rank.add_to(y, x, a, b, self.mindpet_delta_lora_lambda_d)
 
     def _first(self, matrix, rows, columns):
-        """The first rows and columns of a matrix, without a slice if those are all of it."""
+        """The first rows and columns of a matrix, without a slice if these are the whole matrix."""
         return matrix if matrix.shape == (rows, columns) else self.slice(matrix, (0, 0), (rows, columns))

@@ -1,1 +1,1 @@
-"""Every rule about a MindFormers YAML: a YamlRun in, findings out. No MindSpore, no MindFormers."""
+"""All rules about a MindFormers YAML, from a YamlRun to findings; without MindSpore and MindFormers."""

@@ -1,4 +1,4 @@
-"""Is load_checkpoint the base of the model that the YAML describes? MindFormers leaves random what it does not find."""
+"""Checks that load_checkpoint is the base of the YAML's model, since MindFormers leaves missing weights random."""
 
 import os
 import re
@@ -16,20 +16,20 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.parallel import is_scattered
 from mindlora.run.yaml_run import YamlRun
 
-# Which training runs have their base loaded tensor by tensor, by BaseWeights, and which leave it to MindFormers.
+# Which training runs load their base tensor by tensor, with BaseWeights, and which leave that to MindFormers.
 
 _SAFETENSORS = "safetensors"
 
 
 def loads_by_tensor(run: YamlRun) -> bool:
-    """Returns whether BaseWeights loads the base of a run: it trains an adapter on whole cells, from safetensors.
+    """Returns whether BaseWeights loads the base of a run: it trains an adapter on undivided cells, from safetensors.
 
     The model is a legacy Llama or an mcore model; MindFormers loads the latter from Hugging Face's folder only to slice
-    it, and from no quantized base. Where the base is not named, or not there, load_ckpt_format says whether it will be
+    it, and from no quantized base. If the base is not named or does not exist, load_ckpt_format says whether it will be
     safetensors.
 
-    What is left to MindFormers draws no weight that is replaced either: where load_checkpoint is set, it builds the
-    network without values, for training and evaluation, and draws after loading what the checkpoint lacks, but without
+    MindFormers does not draw weights that are replaced either: if load_checkpoint is set, it builds the
+    network without values, for training and evaluation, and after loading draws what the checkpoint lacks, but without
     an error. A .ckpt cannot be read tensor by tensor, evaluation has no callback between building and drawing, and
     slices of ranks and the state of a resumed run are MindFormers' own.
     """
@@ -48,7 +48,7 @@ def loads_by_tensor(run: YamlRun) -> bool:
 
 
 def check_slicing(run: YamlRun) -> Iterator[Finding]:
-    """Yields why MindFormers would not slice a base of safetensors for several devices, if it is a whole one."""
+    """Yields why MindFormers would not slice an undivided base of safetensors for several devices."""
     path = run.base[1]
     newer = run.at("checkpoint") or run.at("use_legacy_format") is False
     reads_safetensors = run.quantizes_base or run.at("load_ckpt_format") == _SAFETENSORS
@@ -76,13 +76,13 @@ _KEY = "load_checkpoint"
 
 
 def check_base_weights(run: YamlRun) -> Iterator[Finding]:
-    """Yields how the weights of load_checkpoint differ from the model's: names and shapes.
+    """Yields differences between the weights of load_checkpoint and the model's, in names and shapes.
 
     In a folder, only the kind of its names is checked. For a quantized base, a model whose cells are not known, or a
-    run in parallel, whose checkpoint may be divided, only the names of a bare model are looked for.
+    parallel run, whose checkpoint may be divided, only the names of a bare model are searched for.
     """
     path = run.base[1]
-    # Where a model only answers, mindlora loads it.
+    # mindlora itself loads models that only answer.
     if path and os.path.isdir(path) and run.at("run_mode") != "predict" and not loads_by_tensor(run):
         yield from _check_not_quantized(path, run.base[0])
     format_ = run.at("load_ckpt_format")
@@ -106,7 +106,7 @@ def check_base_weights(run: YamlRun) -> Iterator[Finding]:
     if not expected:
         return
     if any(".self_attn." in name for name in stored):
-        # MindFormers converts a folder of them itself, if it is told to read it.
+        # MindFormers converts a folder of them itself, if it is configured to read it.
         if file == path or format_ != "safetensors":
             yield error(
                 _KEY,
@@ -120,12 +120,12 @@ def check_base_weights(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_not_quantized(path: str, key: str) -> Iterator[Finding]:
-    """Yields an error if a folder that MindFormers itself is to load holds weights that mindlora's reader decodes."""
+    """Yields an error if a folder that MindFormers loads itself holds weights that mindlora's reader decodes."""
     try:
         with BaseCheckpoint(path) as base:
             decoded = base.decoded
     except LoraError:
-        # What is damaged, or of another model, is refused where it is read.
+        # Damaged files, and those of other models, are refused when they are read.
         return
     if decoded:
         yield error(
@@ -164,7 +164,7 @@ def _compare(path: str, stored: Mapping[str, Tuple[int, ...]], expected: Mapping
 
 
 def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
-    """Returns a checkpoint, or the first .safetensors file of a folder; None if there is none, or .ckpt is wanted."""
+    """Returns a checkpoint, or the first .safetensors file of a folder; None without one, or if .ckpt is requested."""
     if os.path.isdir(path):
         entries = sorted(os.listdir(path))
         if format_ != "safetensors" and any(name.endswith(".ckpt") for name in entries):
@@ -174,14 +174,14 @@ def _file_of(path: str, format_: Optional[str]) -> Optional[str]:
 
 
 def _shapes_of_model(run: YamlRun) -> Dict[str, Tuple[int, ...]]:
-    """Returns the shapes of the model's parameters by their names, but of its output head; none if not known."""
+    """Returns the shapes of the model's parameters by name, without its output head; empty if unknown."""
     architecture = run.architecture
     if run.is_mcore or architecture is None or run.quantizes_base:
         return {}
     try:
         sizes = architecture.parameter_sizes(run.model)
     except (TypeError, ValueError, ZeroDivisionError):
-        # check_keys names what is wrong.
+        # check_keys names the fault.
         return {}
     # A model whose head is its embedding has no weight for it, and a classifier gets a new one.
     head = f"{architecture.output_head.mindformers}.weight"

@@ -1,4 +1,4 @@
-"""Do the rows of the data suffice for a step: how many a step takes, and what each device gets of them."""
+"""Checks that the data has enough rows for a step: the rows of a step, and each device's share of them."""
 
 import math
 import os
@@ -15,7 +15,7 @@ _MICRO_BATCH = "training.local_batch_size"
 _ACCUMULATION = "runner_config.gradient_accumulation_steps"
 _DATA_PARALLEL = "parallel_config.data_parallel"
 _DEVICES = "the number of devices"
-# Before a data-parallel run is launched, the doctor supposes as many devices as an NPU server has.
+# Before a data-parallel run is launched, the doctor assumes the number of devices in an NPU server.
 _SUPPOSED = 8
 
 
@@ -23,8 +23,8 @@ class Batch(NamedTuple):
     """The rows of one step.
 
     Attributes:
-        factors (dict): What a message calls a number -> the number. Their product is the rows of a step.
-        shares (int): In how many parts MindFormers cuts the data, one for each device that has rows of its own.
+        factors (dict): Name of a number in messages -> the number. Their product is the number of rows in a step.
+        shares (int): Number of parts into which MindFormers cuts the data, one for each device with its own rows.
     """
 
     factors: Dict[str, int]
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The rows of a step, of all devices together."""
+        """The number of rows in a step, for all devices together."""
         return math.prod(self.factors.values())
 
     def __str__(self) -> str:
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 
 
 def check_batches(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each data of a run that has too few rows for a step, so that the run would have none.
+    """Yields an error for each dataset of a run that has too few rows for a step, so that the run would have no steps.
 
-    Data that is not there is passed over, and so is data whose rows cannot be counted without MindSpore.
+    It skips data that does not exist, and data whose rows cannot be counted without MindSpore.
     """
     devices = launched_devices()
     if run.trains and _drops_rest(run, "train_dataset"):
@@ -67,9 +67,9 @@ def check_batches(run: YamlRun) -> Iterator[Finding]:
 
 
 def rows_left_out(run: YamlRun) -> Iterator[str]:
-    """Yields a sentence for each dataset of a training run whose last rows an epoch leaves out, as they fill no step.
+    """Yields a sentence for each dataset of a training run whose last rows, too few for a step, an epoch leaves out.
 
-    The YAML must have no mistakes. Data whose rows cannot be counted without MindSpore is passed over.
+    The YAML must have no mistakes. It skips data whose rows cannot be counted without MindSpore.
     """
     batch = batch_of(run, launched_devices() or 1)
     for where, data in _training_data(run):
@@ -77,7 +77,7 @@ def rows_left_out(run: YamlRun) -> Iterator[str]:
 
 
 def pynative_rows_left_out(config: Mapping[str, Any], micro_batches: int) -> Iterator[str]:
-    """Yields such a sentence for the YAML of a run of the PyNative Trainer, as the Trainer has completed it.
+    """Yields such a sentence for the YAML of a PyNative run, as completed by the Trainer.
 
     The Trainer reads ``micro_batches`` at once, and leaves out the rows that do not fill them.
     """
@@ -103,12 +103,12 @@ def _left_out(run: YamlRun, where: str, data: Optional[Data], batch: Batch, take
 
 
 def batch_of(run: YamlRun, devices: int, accumulates: bool = True) -> Batch:
-    """Returns what a step of a run takes, as MindFormers computes it.
+    """Returns the rows of a step, as MindFormers computes them.
 
     Args:
-        config (mapping): The content of a YAML, whose keys are in range.
-        devices (int): Devices of the run, which matter where it is data parallel.
-        accumulates (bool): Whether the step is a training step, which may be made of several micro-batches.
+        config (mapping): The content of a YAML with valid keys.
+        devices (int): Devices of the run, which matter for data parallelism.
+        accumulates (bool): Whether the step is a training step, which may consist of several micro-batches.
     """
     factors = {_BATCH: run.setting(_BATCH)}
     if run.accumulates_here:
@@ -126,7 +126,7 @@ def batch_of(run: YamlRun, devices: int, accumulates: bool = True) -> Batch:
 
 
 def _sunk(run: YamlRun, batch: Batch) -> Batch:
-    """Returns what MindFormers feeds to the device at once, at least once in the run: the rows of sink_size steps."""
+    """Returns the rows that MindFormers feeds to the device at once, at least once in the run, by sink_size."""
     steps, epochs = (run.setting(f"runner_config.{key}") for key in ("sink_size", "epochs"))
     if not run.setting("runner_config.sink_mode") or steps not in COUNT or epochs not in COUNT:
         return batch
@@ -134,7 +134,7 @@ def _sunk(run: YamlRun, batch: Batch) -> Batch:
 
 
 def launched_devices() -> Optional[int]:
-    """Returns how many processes msrun or mpirun has launched this one among; None if none of them did."""
+    """Returns the number of processes that msrun or mpirun has launched, this one included; None without a launch."""
     for name in ("RANK_SIZE", "MS_WORKER_NUM", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -142,24 +142,24 @@ def launched_devices() -> Optional[int]:
 
 
 def _drops_rest(run: YamlRun, dataset: str) -> bool:
-    """Returns whether a last batch that is not full is left out; else a step may have fewer rows."""
+    """Returns whether an incomplete last batch is left out; otherwise a step may have fewer rows."""
     return bool((run.at(dataset) or {}).get("drop_remainder", True))
 
 
 def _training_data(run: YamlRun) -> Iterator[Tuple[str, Optional[Data]]]:
-    """Yields (where the YAML names it, data) of what a run trains on."""
+    """Yields (key in the YAML, data) for the data on which a run trains."""
     if not run.adapters or not all(isinstance(node, Mapping) and node.get("data") for node in run.adapters):
         yield "train_dataset", run.train_data
     yield from run.data_of_adapters
 
 
 def _too_few(run: YamlRun, dataset: str, where: str, data: Optional[Data], batch: Batch) -> Optional[Finding]:
-    """Returns an error if the data has too few rows for a step, else None."""
+    """Returns an error if the data has too few rows for a step, otherwise None."""
     if data is None or not all(number in COUNT for number in batch.factors.values()):
         return None
     samples = _samples(run, dataset)
     available = _available(run, dataset, data, batch.rows)
-    # A device gets one row more where they cannot be shared equally, but MindFormers rounds num_samples down.
+    # A device gets one row more if they cannot be shared equally, but MindFormers rounds num_samples down.
     share = math.inf if available == math.inf else math.ceil(available / batch.shares)
     share = min(share, samples // batch.shares) if samples else share
     if share >= batch.rows // batch.shares:
@@ -178,12 +178,12 @@ def _samples(run: YamlRun, dataset: str) -> Optional[int]:
 
 
 def _available(run: YamlRun, dataset: str, data: Data, enough: float) -> float:
-    """Returns how many rows of the data a run reads, if there are not ``enough``."""
+    """Returns the number of rows that a run reads, if there are fewer than ``enough``."""
     return min(rows_up_to(enough, data), _samples(run, dataset) or math.inf)
 
 
 def rows_up_to(enough: float, data: Data) -> float:
-    """Returns how many rows the data has; once there are enough, the other files, perhaps thousands, stay closed."""
+    """Returns the number of rows in the data; once there are enough, the other files, maybe thousands, stay closed."""
     total = 0
     files: List[str] = mindrecord_files(data)
     for file in files:

@@ -1,4 +1,4 @@
-"""What a MindFormers YAML must set to run on a CPU, and which runs can have a frozen base that stays in 16 bits there.
+"""The settings that a MindFormers YAML needs on a CPU, and the runs whose frozen base can stay in 16 bits there.
 
 Some of MindFormers' kernels do not exist on a CPU.
 """
@@ -13,7 +13,7 @@ from mindlora.run.keys import MODEL
 from mindlora.run.yaml_run import YamlRun
 
 _KEY = "context.device_target"
-# What MindFormers' Llama needs on a CPU: key -> (value, reason).
+# Settings that MindFormers' Llama needs on a CPU: key -> (value, reason).
 _MODEL = {
     "use_flash_attention": (False, "flash attention has no CPU kernel"),
     "fused_rms_norm": (False, "the fused RmsNorm has no CPU kernel"),
@@ -34,7 +34,7 @@ _LLAMA_DEFAULTS = {
     "rotary_dtype": "float32",
     "param_init_type": "float16",
 }
-# What MindFormers' mcore models need there, besides dtypes: key -> (value, which is the default, and reason).
+# Settings that MindFormers' mcore models need there, besides dtypes: key -> (value, which is the default, and reason).
 _MCORE = {
     "attention_dropout": (0.0, "dropout of attention weights has no CPU kernel"),
     "apply_rope_fusion": (False, "the fused rotary embedding has no CPU kernel"),
@@ -45,7 +45,7 @@ _MCORE = {
     "experimental_attention_variant": (None, "sparse attention has no CPU kernel"),
     "window_size": (None, "a sliding window has no CPU kernel"),
 }
-# What mcore models compute in where a YAML says nothing.
+# The default compute dtype of mcore models.
 _MCORE_DTYPES = {
     **dict.fromkeys(("layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype"), "float32"),
     "compute_dtype": "bfloat16",
@@ -60,7 +60,7 @@ def cpu_keys() -> Dict[str, Any]:
 
 
 def check_cpu(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error with everything that must be set differently, unless a YAML for a CPU can run there."""
+    """Yields an error with all settings to change, unless a YAML for a CPU can run there."""
     if not run.on_cpu:
         return
     if run.is_mcore:
@@ -73,8 +73,8 @@ def check_cpu(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error with everything that must be set differently, unless the model can be served on a CPU."""
-    # Linear cells and embeddings take weights of 16 bits as they are; a table that is both is copied by MindSpore.
+    """Yields an error with all settings to change, unless the model can be served on a CPU."""
+    # Linear cells and embeddings take 16-bit weights directly; MindSpore copies a table that serves as both.
     changes = list(_model_changes(model_config, ("fused_rms_norm",)))
     weights = model_config.get("param_init_type", _LLAMA_DEFAULTS["param_init_type"])
     embedding = model_config.get("embedding_init_type") or weights
@@ -98,7 +98,7 @@ def _model_changes(model_config: Mapping[str, Any], keys: Sequence[str] = tuple(
 
 
 def _weight_changes(run: YamlRun) -> Iterator[str]:
-    """Yields in what the weights must be held: float32, or 16 bits where they are frozen and the run can hold them."""
+    """Yields dtypes of weights to change: to float32, or to 16 bits if they are frozen and the run can hold them."""
     if held_dtype(run) is not None:
         return
     defaults = {} if run.is_mcore else {"param_init_type": _LLAMA_DEFAULTS["param_init_type"]}
@@ -151,10 +151,10 @@ def _run_changes(run: YamlRun) -> Iterator[str]:
         )
 
 
-# Whether mindlora can serve the model of a YAML on the YAML's device: one rule, which serving and the doctor ask.
+# Whether mindlora can serve the model of a YAML on the YAML's device: one rule for serving and the doctor.
 
 _MODEL_CONFIG = "model.model_config"
-# What MindFormers' LlamaConfig has where a YAML says nothing.
+# Defaults of MindFormers' LlamaConfig.
 _DEFAULTS: Dict[str, Any] = {"compute_dtype": "float16", "hidden_size": 4096, "num_heads": 32}
 
 
@@ -172,9 +172,9 @@ def check_serving(run: YamlRun) -> Iterator[Finding]:
 
 
 def notes_on_serving(run: YamlRun) -> Iterator[Finding]:
-    """Yields a note for each reason why what a YAML for Ascend trains cannot be served there.
+    """Yields a note for each reason why the trained model of a YAML for Ascend cannot be served there.
 
-    It passes over mcore models, and legacy models without MindFormers' LlamaConfig: docs/serving.md lists the models
+    It skips mcore models, and legacy models without MindFormers' LlamaConfig: docs/serving.md lists the models
     that are served.
     """
     if run.on_cpu or run.model_config.get("type") != "LlamaConfig":
@@ -184,7 +184,7 @@ def notes_on_serving(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_paged_attention(model_config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for what MindFormers' paged attention on Ascend does not take."""
+    """Yields an error for each setting that MindFormers' paged attention on Ascend does not support."""
     computed, hidden, heads = (model_config.get(key) or default for key, default in _DEFAULTS.items())
     if dtype_name(computed, "compute_dtype") == "float32":
         yield error(
@@ -203,14 +203,14 @@ def _check_paged_attention(model_config: Mapping[str, Any]) -> Iterator[Finding]
 
 
 def dtype_key(run: YamlRun) -> str:
-    """Returns the key of model_config that says in which dtype the weights of linear cells are held."""
+    """Returns the key of model_config for the dtype of linear cells' weights."""
     return "params_dtype" if run.is_mcore and "param_init_type" not in run.model else "param_init_type"
 
 
 def held_dtype(run: YamlRun) -> Optional[str]:
-    """Returns the dtype of 16 bits in which a run on a CPU holds its base, where the YAML names one that it can hold.
+    """Returns the 16-bit dtype in which a run on a CPU holds its base, if the YAML names one that it can hold.
 
-    The weights of linear cells and embeddings then stay in it; all else is computed in float32.
+    The weights of linear cells and embeddings then stay in it; everything else is computed in float32.
     """
     found = run.model.get(dtype_key(run))
     if not run.on_cpu or found is None or why_not_held(run):
@@ -220,7 +220,7 @@ def held_dtype(run: YamlRun) -> Optional[str]:
 
 
 def why_not_held(run: YamlRun) -> str:
-    """Returns what of a run on a CPU does not go with a base in 16 bits; "" if nothing does."""
+    """Returns the feature of a run on a CPU that rules out a base in 16 bits; "" if there is none."""
     lora = run.language.lora
     if lora is None:
         return "weights of 16 bits do not train there, and without a pet_config all do"

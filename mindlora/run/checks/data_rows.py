@@ -1,4 +1,4 @@
-"""Do the rows of the data suit the model: their length, their tokens, their padding."""
+"""Checks that the rows of the data suit the model: their length, their tokens, their padding."""
 
 import os
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -13,7 +13,7 @@ from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.checks.invocation import check_invocation_in_rows
 from mindlora.run.yaml_run import Data, YamlRun, data_of
 
-# Rows that MindFormers' own loaders pack as they read them: what the YAML must say so that examples stay apart.
+# Rows that MindFormers' own loaders pack on reading: the settings that keep examples apart.
 
 _LOADER = "train_dataset.data_loader"
 _PACKING_LOADERS = ("HFDataLoader", "CommonDataLoader")
@@ -22,7 +22,7 @@ _SHORTEST = 2048
 
 
 def check_packing(run: YamlRun) -> Iterator[Finding]:
-    """Yields what MindFormers refuses in a run whose loader packs rows, and a warning if examples see each other."""
+    """Yields the settings that MindFormers refuses with a packing loader, and a warning if examples see each other."""
     yield from _check_length(run)
     kind = run.at(f"{_LOADER}.type")
     handlers = run.at(f"{_LOADER}.handler")
@@ -52,7 +52,7 @@ def check_packing(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_length(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error if rows are too short for the compressed mask that flash attention is given."""
+    """Yields an error if rows are too short for the compressed mask of flash attention."""
     keys = ["model.model_config.use_attn_mask_compression"]
     if run.is_mcore:
         keys += ["model.model_config.use_eod_attn_mask_compression", f"{_LOADER}.create_compressed_eod_mask"]
@@ -68,22 +68,22 @@ def _check_length(run: YamlRun) -> Iterator[Finding]:
 
 
 Row = Dict[str, np.ndarray]
-# Returns the first rows of a MindRecord, at most so many; with None all. Only MindSpore can read them.
+# Returns the first rows of a MindRecord, at most the given number; all with None. Only MindSpore can read them.
 FirstRows = Callable[[str, Optional[int]], Iterator[Row]]
-# The column in which packed rows say which token begins an example.
+# The column of packed rows that names the token with which examples begin.
 BOUNDARY = "boundary"
-# seq_length of an mcore model whose YAML does not say it.
+# The default seq_length of an mcore model.
 _MCORE_LENGTH = 4096
-# So many rows of a file are looked at: a file of millions would take minutes.
+# How many rows of a file are checked: a file of millions would take minutes.
 _ROWS = 200
-# A row that ends in fewer equal tokens which do not count may be none that was padded.
+# A row that ends in fewer equal, uncounted tokens may not be padded.
 _PADDED = 4
 
 
 def check_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
     """Yields a finding for each way in which the rows of the run's data do not suit its model.
 
-    It passes over data that is not there (check_files names it) or is not a MindRecord. ``first_rows`` reads the first
+    It skips data that does not exist (check_files names it) or is not a MindRecord. ``first_rows`` reads the first
     rows of a MindRecord.
     """
     model = model_of(run)
@@ -105,9 +105,9 @@ def check_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
 
 
 def data_sets(run: YamlRun) -> Iterator[Tuple[str, Optional[Data], Sequence[int]]]:
-    """Yields where the YAML names data that the run reads, the data, and how many tokens a row may have.
+    """Yields (key in the YAML, data, allowed tokens per row) for the data that the run reads.
 
-    The data is None where it cannot be read yet. seq_length of the model must be in range.
+    The data is None if it cannot be read yet. The model's seq_length must be in range.
     """
     lengths = row_lengths(run)
     if run.trains:
@@ -123,7 +123,7 @@ def data_sets(run: YamlRun) -> Iterator[Tuple[str, Optional[Data], Sequence[int]
 
 
 def files_of_run(run: YamlRun) -> Iterator[Tuple[str, List[str]]]:
-    """Yields (where the YAML names them, MindRecords) of the data that a training run learns from or is judged by."""
+    """Yields (key in the YAML, MindRecords) for the data of training and held-out loss."""
     for where, data in [("train_dataset", run.train_data), *run.held_out_data]:
         files = mindrecord_files(data) if data else []
         if files:
@@ -131,7 +131,7 @@ def files_of_run(run: YamlRun) -> Iterator[Tuple[str, List[str]]]:
 
 
 def pynative_files(config: Mapping[str, Any]) -> Iterator[Tuple[str, List[str]]]:
-    """Yields what files_of_run does, of a YAML of the PyNative trainer."""
+    """Yields the same as files_of_run for a YAML of the PyNative trainer."""
     for where, data in _pynative_data(config):
         files = mindrecord_files(data) if data else []
         if files:
@@ -144,15 +144,15 @@ def _pynative_data(config: Mapping[str, Any]) -> List[Tuple[str, Optional[Data]]
 
 
 def model_of(run: YamlRun) -> Dict[str, Any]:
-    """Returns the keys of the model: of an mcore model also those of the folder that describes it."""
+    """Returns the keys of the model; for an mcore model, including those of the folder that describes it."""
     return {"seq_length": _MCORE_LENGTH, **run.model} if run.is_mcore else run.model
 
 
 def row_lengths(run: YamlRun) -> Sequence[int]:
-    """Returns how many tokens the rows that the model trains on may have."""
+    """Returns the allowed numbers of tokens in the model's training rows."""
     length = model_of(run)["seq_length"]
     if run.takes_shifted_labels:
-        # Those of MindFormers' glm4_preprocess.py lack one.
+        # Rows of MindFormers' glm4_preprocess.py lack one.
         return length - 1, length
     # The other legacy models, and losses of preferences, predict each token of a row of N + 1 from those before it.
     sliced = run.model.get("input_sliced_sig") or run.is_mcore
@@ -160,7 +160,7 @@ def row_lengths(run: YamlRun) -> Sequence[int]:
 
 
 def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List[Row]:
-    """Returns the first rows of the data that have these columns besides the tokens."""
+    """Returns the first rows of the data, with these columns besides the tokens."""
     files = mindrecord_files(data) if data else []
     if not files:
         return []
@@ -172,7 +172,7 @@ def _rows_of(data: Optional[Data], first_rows: FirstRows, *columns: str) -> List
 
 
 def _rows_of_model(row: Row) -> List[Row]:
-    """Returns the rows that the model gets of one of the data: several of a preference that is not packed."""
+    """Returns the model's rows for a row of the data: several for an unpacked preference."""
     if row["input_ids"].ndim == 1:
         return [row]
     rows: List[Row] = []
@@ -213,7 +213,7 @@ def _check_set(where: str, rows: List[Row], lengths: Sequence[int], model: Mappi
 
 
 def _check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields what is wrong with the labels of training data: they are not shifted where they must be, or not read."""
+    """Yields faults in the labels of training data: labels that must be shifted and are not, or are not read."""
     data = run.train_data
     rows = _rows_of(data, first_rows, "labels")
     if data and run.columns and "labels" not in run.columns and any(IGNORE_TOKEN_ID in row["labels"] for row in rows):
@@ -234,7 +234,7 @@ def _check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
 
 
 def _are_unshifted(rows: List[Row]) -> bool:
-    """Returns whether each label that counts is the token at its own place."""
+    """Returns whether each counted label is the token at its own place."""
     counted = 0
     for row in rows:
         if len(row["labels"]) == len(row["input_ids"]):
@@ -246,7 +246,7 @@ def _are_unshifted(rows: List[Row]) -> bool:
 
 
 def _check_columns(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields an error if train_dataset names columns that the files do not have."""
+    """Yields an error if train_dataset names columns that the files lack."""
     files = mindrecord_files(run.train_data) if run.train_data else []
     row = next(first_rows(files[0], 1), None) if files else None
     if row is None:
@@ -262,11 +262,11 @@ def _check_columns(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
 
 
 def _padding(rows: List[Row], ignored: int) -> Optional[int]:
-    """Returns the token that rows end in where nothing counts, or None if no row is padded."""
+    """Returns the token in which rows end without counted labels, or None if no row is padded."""
     for row in rows:
         tokens = row["input_ids"]
         labels = row.get("labels")
-        # set_boundary looks at packed rows, where another padding may do no harm.
+        # set_boundary checks packed rows, where another padding may do no harm.
         if labels is None or len(labels) != len(tokens) or BOUNDARY in row:
             return None
         end = tokens[-_PADDED:]
@@ -275,29 +275,29 @@ def _padding(rows: List[Row], ignored: int) -> Optional[int]:
     return None
 
 
-# Is there anything to learn in the data of a run, and anything to measure in its held-out data: labels that count.
+# Checks that training data and held-out data have counted labels.
 
 _ADVICE = "Convert the data again with mindlora data, which says how many tokens of it are learned."
 
 
 def check_labels(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields an error for each dataset of the run in which nothing counts: no label, and no example of preferences.
+    """Yields an error for each dataset of the run without any counted label or example of preferences.
 
-    Data that is not there is passed over. All rows up to the first label that counts are read.
+    It skips data that does not exist. All rows up to the first counted label are read.
     """
     model = model_of(run)
     if model.get("seq_length") not in COUNT:
         return
     reads_labels = not run.columns or "labels" in run.columns
     for where, data, lengths in data_sets(run):
-        # Where the run does not read the labels, all tokens count; HeldOutLoss always reads them.
+        # If the run does not read the labels, all tokens count; HeldOutLoss always reads them.
         if data and (reads_labels or where.startswith("callbacks")):
             pad = pad_token_id(model)
             yield from _find(where, mindrecord_files(data), first_rows, max(lengths), ignore_token_id(model), pad)
 
 
 def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields what check_rows does of labels and invocation tokens, for a YAML of the PyNative trainer."""
+    """Yields check_rows' findings on labels and invocation tokens, for a YAML of the PyNative trainer."""
     model = config.get("model") or {}
     length = model.get("seq_length") or 0
     longest = length + 1 if length in COUNT else 0
@@ -314,7 +314,7 @@ def check_pynative_labels(config: Mapping[str, Any], first_rows: FirstRows) -> I
 
 
 def _unshifted(row: Row, length: int, ignored: int) -> Row:
-    """Returns a row with each label at the place of the token that it is."""
+    """Returns a row with each label at the place of its token."""
     if "labels" not in row or len(row["input_ids"]) != length:
         return row
     return {**row, "labels": np.concatenate([[ignored], row["labels"][:-1]])}
@@ -338,14 +338,14 @@ def _find(
 
 
 def _counts(row: Row, longest: int, ignored: int, pad: Optional[int]) -> bool:
-    """Returns whether a row has anything to learn; True if it has no labels, so that all its tokens count.
+    """Returns whether a row has counted labels; True if it has no labels, so that all its tokens count.
 
     Args:
         row (mapping): The columns of a row.
         longest (int): Tokens of a row in which the first one is predicted from nothing; a shorter row's labels are
             shifted, so that each belongs to the token before it.
         ignored (int): The label that does not count.
-        pad (int, optional): The token after which none counts; None if it is not known.
+        pad (int, optional): The token after which none counts; None if it is unknown.
     """
     if "labels" not in row or "input_ids" not in row:
         return True

@@ -1,4 +1,4 @@
-"""All checks of a YAML, as doctor, mindlora-run and plan make them: of its settings, and of the files that it names."""
+"""All checks of a YAML for doctor, mindlora-run and plan: of its settings, and of the files that it names."""
 
 import dataclasses
 from typing import Iterable, Iterator, List, Optional
@@ -25,7 +25,7 @@ from mindlora.training.rl.rules import check_rl
 from mindlora.training.several.rules import check_adapters, check_cells
 from mindlora.training.trackers.rules import check_trackers
 
-# What settings are together: each check takes a run whose values are right one by one.
+# Checks of combined settings; each takes a run whose single values are right.
 _CHECKS_OF_SETTINGS = (
     *(check_sizes, check_training, check_rank_budget, check_preference, check_rl, check_adapters, check_classifier),
     *(check_invocation, check_sharded, check_dataset_strategy, check_packing, check_trackers),
@@ -33,7 +33,7 @@ _CHECKS_OF_SETTINGS = (
 
 
 def check_settings(run: YamlRun) -> List[Finding]:
-    """Returns what is wrong in the settings of a YAML, wherever it runs; no file is read but a config.json.
+    """Returns faults in the settings of a YAML on any device; the only file it reads is a config.json.
 
     Keys that MindFormers fills in may be missing.
     """
@@ -42,7 +42,7 @@ def check_settings(run: YamlRun) -> List[Finding]:
 
 
 def check_run(run: YamlRun) -> List[Finding]:
-    """Returns what check_settings does, and what the device, the cells of the model and dtypes tell."""
+    """Returns the findings of check_settings, and those on the device, the cells of the model and dtypes."""
     misshapen = list(check_shape(run))
     if misshapen:
         return misshapen
@@ -58,12 +58,12 @@ def check_run(run: YamlRun) -> List[Finding]:
 
 
 def _check_values(run: YamlRun) -> List[Finding]:
-    """Returns what is wrong in each value by itself; where nothing is, what they are together can be looked at."""
+    """Returns faults in single values; only without any can combinations be checked."""
     return [*check_mcore(run.language), *check_keys(run)]
 
 
 def _check_settings(run: YamlRun, of_values: List[Finding]) -> List[Finding]:
-    """Returns ``of_values``, and what is wrong in what the values are together."""
+    """Returns ``of_values``, and faults in the values' combinations."""
     findings = list(of_values)
     if not errors(of_values):
         for check in _CHECKS_OF_SETTINGS:
@@ -72,7 +72,7 @@ def _check_settings(run: YamlRun, of_values: List[Finding]) -> List[Finding]:
 
 
 def _at(key: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yields findings about a language model, the configuration of which is at ``key``, with the YAML's own keys."""
+    """Yields findings about a language model whose configuration is at ``key``, with the YAML's own keys."""
     for finding in findings:
         if finding.key.startswith(MODEL):
             finding = dataclasses.replace(finding, key=key + finding.key[len(MODEL) :])
@@ -80,7 +80,7 @@ def _at(key: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def check_contents(run: YamlRun, first_rows: Optional[FirstRows] = None) -> List[Finding]:
-    """Returns what is wrong in the base and in the data, as far as they are there, of a YAML whose settings are right.
+    """Returns faults in the base and the data, as far as they exist, of a YAML with right settings.
 
     ``first_rows`` reads the first rows of a MindRecord; without it, the data is not checked.
     """

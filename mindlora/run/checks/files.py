@@ -1,4 +1,4 @@
-"""Do the files that a YAML names exist, and are they of the right form: base, adapter, data, tokenizer."""
+"""Checks that the files that a YAML names exist and have the right form: base, adapter, data, tokenizer."""
 
 import dataclasses
 import os
@@ -19,13 +19,13 @@ from mindlora.run.checks.finding import Finding, error, note
 from mindlora.run.yaml_run import YamlRun
 
 _TOKENIZER_FILES = ("vocab_file", "tokenizer_file", "merges_file")
-# Keys that name a file or a folder which MindFormers reads, wherever a run trains, evaluates or predicts.
+# Keys that name a file or folder that MindFormers reads in training, evaluation and prediction.
 _READ = (
     *("src_strategy_path_or_dir", "parallel.strategy_ckpt_load_file", "parallel.strategy_ckpt_config.load_file"),
     *("context.ascend_config.parallel_speed_up_json_path", f"{PET}.adapter_path"),
 )
-# Below train_dataset and eval_dataset, the keys that name what MindFormers' loaders read; some may name a data set of a
-# hub instead.
+# Below train_dataset and eval_dataset, the keys of the files that MindFormers' loaders read; some may name a dataset of
+# a hub instead.
 _READ_BY_LOADERS = (
     *(f"tokenizer.{name}" for name in _TOKENIZER_FILES),
     *("data_loader.annotation_file", "data_loader.dataset_files", "data_loader.data_files"),
@@ -37,7 +37,7 @@ _DATA_ENDINGS = (".json", ".jsonl", ".txt", ".csv", ".tsv", ".parquet", ".arrow"
 def check_files(run: YamlRun, complete: bool = False) -> Iterator[Finding]:
     """Yields a finding for each file that the run will read and that is missing, not named or of the wrong form.
 
-    ``complete`` says that the command line is in the YAML, so that a file which nothing names is missing.
+    ``complete`` says that the command line is applied, so that a file without a name is missing.
     """
     yield from _check_base(run, complete)
     evaluating = run.mode == "eval" or bool(run.at("do_eval"))
@@ -51,7 +51,7 @@ def check_files(run: YamlRun, complete: bool = False) -> Iterator[Finding]:
         yield from check_path(run, "context.affinity_config")
     for name in _TOKENIZER_FILES:
         for finding in check_path(run, f"processor.tokenizer.{name}"):
-            # Training alone does not read it, but what comes after it will.
+            # Training does not read it, but later commands do.
             yield finding if evaluating or not run.trains else dataclasses.replace(finding, severity="warning")
 
 
@@ -73,7 +73,7 @@ def _check_base(run: YamlRun, complete: bool) -> Iterator[Finding]:
 
 
 def _check_form(run: YamlRun, path: str) -> Iterator[Finding]:
-    """Yields what is wrong with a base that exists: it is not a checkpoint, or not in the form that the run reads."""
+    """Yields faults of an existing base: it is not a checkpoint, or not in the form that the run reads."""
     try:
         refuse_pointer(path, ConfigError)
     except ConfigError as pointer:
@@ -91,7 +91,7 @@ def _check_form(run: YamlRun, path: str) -> Iterator[Finding]:
             "(--load_checkpoint).",
         )
         return
-    # MindFormers reads its newer format from .safetensors files alone; a quantized base has no other.
+    # MindFormers reads its newer format only from .safetensors files; quantized bases have no other.
     newer = run.at("checkpoint") or run.at("use_legacy_format") is False
     read = "safetensors" if newer or run.quantizes_base else run.at("load_ckpt_format") or "ckpt"
     if read not in formats and not run.quantizes_base:
@@ -193,7 +193,7 @@ def _check_data(run: YamlRun, kind: str, complete: bool) -> Iterator[Finding]:
 
 
 def _check_prefixes(run: YamlRun, key: str) -> Iterator[Finding]:
-    """Yields an error for each prefix of Megatron's files, without .bin and .idx, that names none."""
+    """Yields an error for each prefix of Megatron's files (without .bin and .idx) that matches no file."""
     paths = run.at(key)
     # A list has weights between the prefixes.
     for prefix in paths if isinstance(paths, list) else [paths]:
@@ -214,7 +214,7 @@ def _is_number(text: str) -> bool:
 
 
 def _names_files(value: Any) -> bool:
-    """Returns whether a value names files, and no data set of a hub, no address and no pattern of names."""
+    """Returns whether a value names files, rather than a dataset of a hub, an address or a pattern of names."""
     names = value if isinstance(value, list) else [value]
     for name in names:
         if not isinstance(name, str) or "*" in name or "://" in name:
@@ -225,7 +225,7 @@ def _names_files(value: Any) -> bool:
 
 
 def check_path(run: YamlRun, key: str, flag: str = "", effect: str = "") -> List[Finding]:
-    """Returns a finding if the path at ``key`` does not exist, or if it is empty and that has an ``effect``."""
+    """Returns a finding if the path at ``key`` does not exist, or is empty and that has an ``effect``."""
     path = run.at(key)
     if not path:
         return [note(key, f"No path is set: {effect}.", f"Set it, or pass {flag}.")] if effect else []

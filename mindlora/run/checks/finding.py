@@ -1,4 +1,4 @@
-"""Finding: one thing that is wrong in a YAML or good to know, and what to do about it."""
+"""Finding: a fault in a YAML or a fact worth knowing, and what to do about it."""
 
 import dataclasses
 from typing import Iterable, List
@@ -10,10 +10,10 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a check noticed, at the full path of a key in the YAML, or at "".
+    """A result of a check, at the full path of a key in the YAML, or at "".
 
     Attributes:
-        severity (str): ``error``: the run will fail or not do what it should; ``warning``: that is likely; ``note``:
+        severity (str): ``error``: the run will fail or not do what it should; ``warning``: it likely will; ``note``:
             good to know.
         advice (str): What to do, or "" if ``found`` says it.
     """
@@ -24,7 +24,7 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        """Returns the finding in one line, as an error or a log has it."""
+        """Returns the finding in one line, for errors and logs."""
         where = "" if self.key.rpartition(".")[2] in self.found else f"{self.key}: "
         return f"{where}{self.found} {self.advice}".rstrip()
 
@@ -35,7 +35,7 @@ def error(key: str, found: str, advice: str = "") -> Finding:
 
 
 def warning(key: str, found: str, advice: str = "") -> Finding:
-    """Returns a finding that is likely to be a mistake."""
+    """Returns a finding that is probably a mistake."""
     return Finding("warning", key, found, advice)
 
 
@@ -45,7 +45,7 @@ def note(key: str, found: str, advice: str = "") -> Finding:
 
 
 def errors(findings: Iterable[Finding]) -> List[Finding]:
-    """Returns those findings that end the run."""
+    """Returns the findings that end the run."""
     return [finding for finding in findings if finding.severity == "error"]
 
 

@@ -1,4 +1,4 @@
-"""aLoRA (alora_invocation_tokens): what it needs from the model of a YAML, and from the rows of the data."""
+"""aLoRA (alora_invocation_tokens): its needs from the model of a YAML, and from the rows of the data."""
 
 from typing import Any, Iterator, List, Mapping, Optional, Sequence
 
@@ -10,7 +10,7 @@ from mindlora.run.checks.finding import Finding, error, warning
 from mindlora.run.yaml_run import YamlRun
 
 KEY = f"{PET}.alora_invocation_tokens"
-# So many tokens before answers are looked at: more would be the end of a prompt that all rows share.
+# How many tokens before answers are compared: more would be the end of a prompt that all rows share.
 _MOST = 8
 Row = Mapping[str, np.ndarray]
 
@@ -37,9 +37,9 @@ def check_invocation(run: YamlRun) -> Iterator[Finding]:
 def check_invocation_in_rows(
     where: str, rows: Sequence[Row], model: Mapping[str, Any], ignored: int, key: str = KEY
 ) -> Iterator[Finding]:
-    """Yields that rows of the data lack the invocation tokens, or have nothing to learn behind them.
+    """Yields a finding if rows of the data lack the invocation tokens, or have no counted label behind them.
 
-    ``key`` is where the YAML says the tokens of ``model``'s pet_config.
+    ``key`` is the YAML's key for the tokens of ``model``'s pet_config.
     """
     invocation = value_at(model, "pet_config.alora_invocation_tokens")
     if not isinstance(invocation, (list, tuple)) or not invocation:
@@ -63,17 +63,17 @@ def check_invocation_in_rows(
 
 
 def _acts(row: Row, invocation: List[int], length: int, ignored: int) -> bool:
-    """Returns whether an adapter that acts from the last invocation on changes the loss of a row."""
+    """Returns whether an adapter that acts from the last invocation on affects the loss of a row."""
     start = last_start(row["input_ids"][:length].tolist(), invocation)
     labels: Optional[np.ndarray] = row.get("labels")
     if start is None or labels is None:
         return start is not None
-    # Each label but the first is predicted by the token before it.
+    # Each label except the first is predicted from the token before it.
     return bool((labels[start + 1 :] != ignored).any())
 
 
 def _before_answers(rows: Sequence[Row], ignored: int) -> List[int]:
-    """Returns the tokens, at most _MOST, that the last answer of every row follows; none if they differ."""
+    """Returns the tokens, at most _MOST, before the last answer of every row; empty if they differ."""
     common: Optional[List[int]] = None
     for row in rows:
         counted = np.flatnonzero(row.get("labels", row["input_ids"][:0]) != ignored)
@@ -94,7 +94,7 @@ def _common_end(first: List[int], second: List[int]) -> List[int]:
 
 
 def last_start(tokens: List[int], invocation: List[int]) -> Optional[int]:
-    """Returns where the invocation tokens begin for the last time, or None if they are not there."""
+    """Returns the last place at which the invocation tokens begin, or None without any."""
     for start in range(len(tokens) - len(invocation), -1, -1):
         if tokens[start : start + len(invocation)] == invocation:
             return start

@@ -1,4 +1,4 @@
-"""Are the nodes of a YAML of the right kind, and its values in range: what the table of keys says of each."""
+"""Checks the kinds of a YAML's nodes and the ranges of its values by the table of keys."""
 
 import re
 from typing import Any, Iterator, List, Mapping, Optional
@@ -11,7 +11,7 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.keys import KEYS, PATH, SHAPES
 from mindlora.run.yaml_run import YamlRun, named_items
 
-# Nodes that MindFormers reads in training alone.
+# Nodes that MindFormers reads only in training.
 _TRAINING_NODES = (
     *("recompute_config", "swap_config", "runner_wrapper", "optimizer", "lr_schedule"),
     "train_dataset_task",
@@ -19,13 +19,13 @@ _TRAINING_NODES = (
 _TYPED_NODES = ("trainer", "runner_wrapper", "optimizer", "lr_schedule", "train_dataset_task")
 # Arguments of callbacks that are paths.
 _CALLBACK_PATHS = ("dataset_dir", "directory")
-# YAML 1.1 wants a decimal point and a signed exponent in such a number.
+# YAML 1.1 requires a decimal point and a signed exponent in such a number.
 _NUMBER_AS_TEXT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 _NUMBERS_REQUIRED = ("lr_schedule.", "optimizer.", "runner_wrapper.")
 
 
 def check_shape(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each node, list or path that is of another kind."""
+    """Yields an error for each node, list or path of the wrong kind."""
     for key, rule in KEYS.items():
         if rule.range is not None and rule.range in SHAPES:
             yield from _check_value(key, run.at(key), rule.range)
@@ -34,7 +34,7 @@ def check_shape(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_keys(run: YamlRun) -> Iterator[Finding]:
-    """Yields a finding for each value that is of another type or out of range. The YAML must have the right shape."""
+    """Yields a finding for each value of the wrong type or out of range. The YAML must have the right shape."""
     texts = list(_check_texts(run.config))
     yield from texts
     told = {finding.key for finding in texts}
@@ -58,8 +58,8 @@ def check_run_mode(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_names(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each key that MindFormers refuses in a node whose keys it fixes, and for each node that lacks
-    the type of what is built. MindFormers has not read the YAML; its nodes must be of the right kind.
+    """Yields an error for each key that MindFormers refuses in a node with fixed keys, and for each node that lacks
+    the type of the object to build. MindFormers has not read the YAML; its nodes must have the right kind.
     """
     unread = set() if run.trains else set(_TRAINING_NODES)
     unread |= {"moe_config"} if run.is_mcore else set()
@@ -82,7 +82,7 @@ def _check_value(key: str, value: Any, range_: Range) -> Iterator[Finding]:
 
 
 def _as_number(value: Any) -> Optional[str]:
-    """Returns a text that is a number as YAML reads it, or None."""
+    """Returns the number in YAML's spelling for a text that means one, or None."""
     try:
         return str(float(value) if set(value) & set(".eE") else int(value)) if isinstance(value, str) else None
     except ValueError:
@@ -90,7 +90,7 @@ def _as_number(value: Any) -> Optional[str]:
 
 
 def _check_empty(run: YamlRun, names: List[str], range_: Range) -> Iterator[Finding]:
-    """Yields an error for a key that is there, under one of its names, and has no value under any."""
+    """Yields an error for a key that is present, under one of its names, and has no value under any."""
     node = run.at(names[0].rpartition(".")[0]) or {}
     named = [name for name in names if name.rpartition(".")[2] in node]
     if named and all(run.at(name) is None for name in named):
@@ -115,7 +115,7 @@ def _check_list(key: str, items: Any) -> Iterator[Finding]:
 
 
 def _check_texts(node: Any, key: str = "") -> Iterator[Finding]:
-    """Yields the numbers that YAML reads as text."""
+    """Yields a finding for each number that YAML reads as text."""
     if isinstance(node, (dict, list)):
         for part, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _check_texts(value, f"{key}.{part}".lstrip("."))

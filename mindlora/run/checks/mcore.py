@@ -1,4 +1,4 @@
-"""MindFormers' mcore models (use_legacy: False) in a YAML: which of them train with mindlora's adapters, and how."""
+"""Checks MindFormers' mcore models (use_legacy: False) in a YAML: which train with mindlora's adapters, and how."""
 
 import os
 from typing import Any, Dict, Iterator
@@ -14,7 +14,7 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun
 
 _ROUTER = "decoder.layers.0.mlp.router.weight"
-# What the network that serves mcore models computes: key of model_config -> the value that it must have, if any.
+# Settings of the network that serves mcore models: key of model_config -> the value that it must have, if any.
 _SERVED_KEYS: Dict[str, Any] = {
     "hidden_act": "silu",
     "rope_scaling": None,
@@ -23,7 +23,7 @@ _SERVED_KEYS: Dict[str, Any] = {
     "moe_router_enable_expert_bias": False,
     "n_shared_experts": 0,
 }
-# What it computes in on a device: first what to set.
+# Its compute dtypes by device, the one to set first.
 _SERVED_DTYPES = {"CPU": ("float32",), "Ascend": ("bfloat16", "float16")}
 HEAD_MULTIPLE = 16
 _HELP = "docs/mcore.md says which mcore models train with adapters."
@@ -78,7 +78,7 @@ def check_mcore(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_served(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error if the model of a YAML is an mcore model that mindlora does not serve, or not so."""
+    """Yields an error if a YAML's model is an mcore model that mindlora does not serve, or not with these settings."""
     if not run.is_mcore:
         return
     family = run.family

@@ -1,4 +1,4 @@
-"""The model that a YAML describes: the dtypes that it names, and the description of its network."""
+"""The model of a YAML: its dtypes, and the description of its network."""
 
 from typing import Any, Dict, Iterator, Optional, Tuple
 
@@ -19,7 +19,7 @@ _PRECISION = {"float16": 11, "bfloat16": 8}
 
 
 def check_dtypes(run: YamlRun, lora: LoraConfig) -> Iterator[Finding]:
-    """Yields a finding for what rounding, underflow or overflow would cost in the dtypes that the YAML names."""
+    """Yields a finding for each loss by rounding, underflow or overflow in the YAML's dtypes."""
     dtypes = []
     keys = _base_dtype_keys(run)
     for key, default in keys:
@@ -84,7 +84,7 @@ def _base_dtype_keys(run: YamlRun) -> Tuple[Tuple[str, str], Tuple[str, str]]:
 
 
 def described_network(run: YamlRun) -> Optional[Description]:
-    """Returns the description of the network that MindFormers builds of a YAML, or None where its cells are not known.
+    """Returns the description of the network that MindFormers builds from a YAML, or None if its cells are unknown.
 
     Raises ConfigError for wrong sizes.
     """
@@ -97,7 +97,7 @@ def described_network(run: YamlRun) -> Optional[Description]:
 
 
 def network_of(architecture: Architecture, model_config: Dict[str, Any]) -> Description:
-    """Returns the description of the network that MindFormers builds of a model; raises ConfigError for wrong sizes."""
+    """Returns the description of MindFormers' network for a model; raises ConfigError for wrong sizes."""
     try:
         network = describe_model(architecture, model_config)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What a run on several devices cannot divide: sizes of the model, and kinds of adapters."""
+"""Checks whether a run on several devices can divide the sizes of its model, and its kind of adapter."""
 
 import os
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -13,7 +13,7 @@ from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun
 
 PARALLEL = ("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage")
-# Loaders of MindFormers' from whose columns it makes the strategy of the data.
+# MindFormers' loaders whose columns determine the strategy of the data.
 STRATEGIC_LOADERS = ("HFDataLoader", "CommonDataLoader", "BlendedMegatronDatasetDataLoader")
 _ADVICE = "Correct one of the two."
 
@@ -26,7 +26,7 @@ def is_scattered(path: Optional[str]) -> bool:
 
 
 def check_sizes(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each size of the model that the number of its heads, or of devices, does not divide."""
+    """Yields an error for each size of the model that is not divisible by the number of its heads or devices."""
     problems = undivided_heads(run.model_config)
     if run.is_sharded:
         parallel = {name: run.setting(f"parallel_config.{name}") for name in PARALLEL}
@@ -36,9 +36,9 @@ def check_sizes(run: YamlRun) -> Iterator[Finding]:
 
 
 def undivided_heads(model: Mapping[str, Any]) -> List[str]:
-    """Returns in words which sizes of a model the number of its heads does not divide."""
+    """Returns a sentence on each size of a model that is not divisible by the number of its heads."""
     heads = _first(model, "num_heads", "num_attention_heads")
-    # Where the size of a head is set, it need not be hidden_size / num_heads.
+    # If the size of a head is set, it need not be hidden_size / num_heads.
     head_size = _first(model, "head_dim", "kv_channels", "qk_head_dim")
     return _undivided(
         ("hidden_size", None if head_size else model.get("hidden_size"), "num_heads", heads),
@@ -47,7 +47,7 @@ def undivided_heads(model: Mapping[str, Any]) -> List[str]:
 
 
 def undivided_by_devices(model: Mapping[str, Any], parallel: Mapping[str, int], offset: Sequence[int]) -> List[str]:
-    """Returns in words which sizes of a model cannot be divided among devices.
+    """Returns a sentence on each size of a model that cannot be divided among devices.
 
     ``parallel`` holds the numbers of parallel_config that PARALLEL names, ``offset`` is YamlRun.stage_offset.
     """
@@ -83,7 +83,7 @@ def _first(model: Mapping[str, Any], *keys: str) -> Any:
 
 
 def check_sharded(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each thing that a sharded training run cannot have: an adapter that needs whole weights, and
+    """Yields an error for each feature that a sharded training run cannot have: adapters that need whole weights, and
     LoraCheckpoint's resume.
     """
     pet_config = run.pet_config
@@ -117,9 +117,9 @@ def check_sharded(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
-    """Yields what MindFormers refuses in how a run divides its data among devices, or MindSpore when it compiles."""
+    """Yields the divisions of data among devices that MindFormers refuses, or MindSpore when it compiles."""
     strategy = run.at("parallel.dataset_strategy")
-    # These loaders take a strategy whatever full_batch says, and make one of their own where there is none.
+    # These loaders take a strategy regardless of full_batch, and make their own if there is none.
     by_loader = run.at("train_dataset.data_loader.type") in STRATEGIC_LOADERS
     if not run.is_sharded or not run.trains:
         return
@@ -154,7 +154,7 @@ def check_dataset_strategy(run: YamlRun) -> Iterator[Finding]:
 
 
 def _needing_wholes(pet_config: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    """Returns (what pet_config has, why it needs whole weights)."""
+    """Returns (setting of pet_config, why it needs whole weights)."""
     needing = []
     for variant in VARIANTS:
         if pet_config.get(variant.field):

@@ -26,21 +26,21 @@ class PetLoraConfig(LoraConfig):
 
     Args:
         adapter_path (str): An adapter to load when the network is built, in order to train it further, evaluate it or
-            predict with it. It replaces lora_init. Default: None.
+            predict with it. It overrides lora_init. Default: None.
         loraplus_lr_ratio (float): The learning rate of B divided by that of A (Hayou et al., LoRA+, 2024); at least 1.
             mindlora-run turns it into grouped learning rates. Default: None, B learns at the rate of A.
         base_model_name_or_path (str): Name or path of the base on Hugging Face, written into the adapter_config.json of
             saved adapters, from which PEFT and others load the base. Default: None.
         on_base_mismatch (str): What to do if load_checkpoint is not the base that adapter_path was trained on: "error",
             "warn" or "ignore". (Without load_checkpoint there is at most a warning.) Default: "error".
-        seed (int): Seed of the adapter's initial values. Default: None, they follow from the seed of the run and from
-            what was drawn before.
+        seed (int): Seed of the adapter's initial values. Default: None, by the seed of the run and
+            earlier draws.
         adapters (list of dict): Several adapters that train in one run, as checks.adapters describes them. Default:
             None, one adapter.
-        product_dtype (str): float32 or bfloat16: what linear cells round what they multiply to, on a CPU with a frozen
-            base in bfloat16: see FrozenLinear. All sums, and what lies between the cells, are float32. Default:
+        product_dtype (str): float32 or bfloat16, the dtype to which linear cells round their factors, on a CPU with a
+            frozen base in bfloat16: see FrozenLinear. All sums, and the values between cells, are float32. Default:
             "float32".
-        neftune_alpha (float): Strength of the noise that is added to the embedding's output in training (Jain et al.,
+        neftune_alpha (float): Strength of the noise added to the embedding's output in training (Jain et al.,
             NEFTune, 2023); above 0. Default: None, no noise.
 
     Raises:
@@ -87,14 +87,14 @@ class PetLoraConfig(LoraConfig):
             )
 
     def for_network(self) -> LoraConfig:
-        """Returns what apply_lora gets: a saved adapter belongs to the base as it is loaded, not to a changed one."""
+        """Returns the configuration for apply_lora: a saved adapter is for the loaded base, not for a changed one."""
         return self.as_saved() if self.adapter_path else self
 
 
 def read_pet_config(
     pet_config: Optional[Mapping[str, Any]], model_class: Optional[str] = None
 ) -> Tuple[Optional[PetLoraConfig], List[Finding]]:
-    """Returns the configuration that a pet_config node describes, or None if it is not a valid one, and the findings.
+    """Returns the configuration of a pet_config node, or None if it is invalid, and the findings.
 
     ``model_class`` is the class of the model.
     """
@@ -120,7 +120,7 @@ def read_pet_config(
 
 
 def _key_of(message: str, pet_config: Mapping[str, Any]) -> str:
-    """Returns the full path of the key that a message starts with or calls unknown."""
+    """Returns the full path of the key with which a message starts or which it calls unknown."""
     named = re.search("unknown key '(.*?)'", message) or re.match(r"(\w+)", message)
     keys = {*pet_config, *(field.name for field in dataclasses.fields(PetLoraConfig))}
     return f"{PET}.{named[1]}" if named and named[1] in keys else PET

@@ -1,6 +1,6 @@
-"""The YAML of MindFormers 2's PyNative trainer (run_mindformer.py --mode 1): what the trainer does not say of it.
+"""Checks of a YAML for MindFormers 2's PyNative trainer (run_mindformer.py --mode 1) that the trainer does not make.
 
-Its nodes are other ones than in graph mode: lora_config at the top, and a model without model_config.
+Its nodes differ from graph mode's: lora_config at the top, and a model without model_config.
 """
 
 import itertools
@@ -30,22 +30,22 @@ from mindlora.training.preference.rules import check_pynative_preference
 from mindlora.training.several.rules import check_of_each, check_pynative_adapters
 from mindlora.training.trackers.rules import check_pynative_trackers
 
-# Which cells the PyNative trainer puts LoRA on: its search for target_modules, and what MindFormers 2.0 adds to it.
+# The cells on which the PyNative trainer puts LoRA: its search for target_modules, and MindFormers 2.0's additions.
 
-# The cells of a layer in the order in which the trainer builds them, where that is not the one of their record.
+# The cells of a layer in the order in which the trainer builds them, if that differs from their record's.
 _BUILT_FIRST = ("linear_proj", "linear_qb", "linear_qkv")
 _HOLDER = "model."
 _EXPERTS = ".mlp.experts"
 
 
 class Selection(NamedTuple):
-    """The paths of the cells that get LoRA, as they are in the names of parameters.
+    """The paths of the cells that get LoRA, as in the names of parameters.
 
     Attributes:
-        cells (list of str): Those that target_modules selects.
-        leaked (list of str): Those that MindFormers 2.0 adapts besides. Once a cell matches, it looks for the siblings
-            that come after under the path of that cell, in which the pattern then is.
-        missed (list of str): Those that MindFormers 2.0 does not adapt: the pattern holds for their own path alone.
+        cells (list of str): The cells that target_modules selects.
+        leaked (list of str): Further cells that MindFormers 2.0 adapts. Once a cell matches, it looks for the siblings
+            behind it under the path of that cell, which then contains the pattern.
+        missed (list of str): Cells that MindFormers 2.0 does not adapt, since only their own path matches the pattern.
     """
 
     cells: List[str]
@@ -59,7 +59,7 @@ class Selection(NamedTuple):
 
 
 def architecture_of(model: Mapping[str, Any]) -> Optional[Architecture]:
-    """Returns the record of the model that the node ``model`` of a YAML describes, or None if it is not known."""
+    """Returns the record of the model in the node ``model`` of a YAML, or None if it is unknown."""
     classes = model.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else classes
     found = registry.by_model_type(str(name))
@@ -68,7 +68,7 @@ def architecture_of(model: Mapping[str, Any]) -> Optional[Architecture]:
 
 
 def network_of(model: Mapping[str, Any]) -> Optional[Description]:
-    """Returns the description of that model, or None if it is not known, or its sizes cannot be worked out."""
+    """Returns the description of that model, or None if it is unknown or its sizes cannot be determined."""
     architecture = architecture_of(model)
     try:
         return described(architecture, dict(model)) if architecture else None
@@ -82,10 +82,10 @@ def adaptable_cells(network: Description) -> List[str]:
 
 
 def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> Selection:
-    """Returns which of the cells at ``paths``, in their order, LoRA is put on.
+    """Returns, in order, the cells at ``paths`` on which LoRA is put.
 
     Args:
-        paths (iterable of str): As adaptable_cells returns them.
+        paths (iterable of str): The result of adaptable_cells.
         target (str): target_modules, searched in "model." and the path.
         exclude (str): exclude_layers. Default: None.
     """
@@ -106,7 +106,7 @@ def select(paths: Iterable[str], target: str, exclude: Optional[str] = None) -> 
 def selected_paths(network: Optional[Description], lora: Mapping[str, Any]) -> List[str]:
     """Returns the paths, in the model, of the cells and weights of experts that a lora_config selects with mindlora.
 
-    They are empty if the model is not known.
+    They are empty if the model is unknown.
     """
     if network is None:
         return []
@@ -115,7 +115,7 @@ def selected_paths(network: Optional[Description], lora: Mapping[str, Any]) -> L
 
 
 def _cell_of(path: str) -> str:
-    """Returns the path that target_modules is searched in for a cell, or for one weight of experts."""
+    """Returns the path of a cell, or of a weight of experts, in which target_modules is searched for."""
     return re.sub(r"\.weight[12]$", "", path.removeprefix(_HOLDER))
 
 
@@ -125,7 +125,7 @@ class _Search(NamedTuple):
     leaks: bool
 
     def cells(self, tree: Dict[str, Any], path: str = "", searched: str = "") -> List[str]:
-        """Returns the paths of the cells below ``tree``, which is at ``path`` and is searched as ``searched``."""
+        """Returns the paths of the cells below ``tree``, which is at ``path`` and searched as ``searched``."""
         found: List[str] = []
         for name, children in tree.items():
             below = f"{path}.{name}" if path else name
@@ -137,7 +137,7 @@ class _Search(NamedTuple):
             elif self.target.search(text):
                 found.append(below)
                 if self.leaks:
-                    # It takes the name of the parameter for the path that its siblings are under.
+                    # It mistakes the name of the parameter for the parent path of its siblings.
                     searched = below[len(_HOLDER) :]
         return found
 
@@ -170,14 +170,14 @@ NODES = (
     *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
     *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
 )
-# What auto_register names to load mindlora.
+# The name in auto_register that loads mindlora.
 BRIDGE = "pynative_bridge.Adapters"
-# lora_config.lora_rank and lora_alpha where a YAML says nothing.
+# Defaults of lora_config.lora_rank and lora_alpha.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 16
 
 
 def is_pynative(config: Mapping[str, Any]) -> bool:
-    """Returns whether a YAML is the PyNative trainer's, and not the one of graph mode."""
+    """Returns whether a YAML is for the PyNative trainer rather than for graph mode."""
     model = config.get("model")
     typed = isinstance(model, Mapping) and "model_config" not in model and "arch" not in model
     return "lora_config" in config or "training" in config and typed
@@ -186,11 +186,11 @@ def is_pynative(config: Mapping[str, Any]) -> bool:
 def check_pynative(
     config: Mapping[str, Any], version: Version = None, first_rows: Optional[FirstRows] = None
 ) -> List[Finding]:
-    """Returns what is wrong in a YAML of the PyNative trainer, or good to know.
+    """Returns faults in a YAML of the PyNative trainer, and facts worth knowing.
 
     Args:
         config (mapping): The content of the YAML.
-        version (tuple of int): Of the MindFormers that will run it, (2, 0) for instance. Default: None, not known.
+        version (tuple of int): Version of the MindFormers that will run it, such as (2, 0). Default: None, unknown.
         first_rows (callable, optional): Reads the first rows of a MindRecord. Default: None, no row is read.
     """
     misshapen = list(_check_shape(config))
@@ -209,7 +209,7 @@ def check_pynative(
         return findings
     selected: Optional[List[str]] = None
     network = network_of(config.get("model") or {})
-    # mindlora puts its cells where lora_config says, and MindFormers 2.0 then adapts nothing besides.
+    # mindlora puts its cells where lora_config says, and MindFormers 2.0 then adapts no further cells.
     with_mindlora = (config.get("model") or {}).get("auto_register") == BRIDGE
     searched_by = (2, 1) if with_mindlora else version
     if network:
@@ -228,25 +228,25 @@ def check_pynative(
 
 
 def processes_of_a_model(parallelism: Mapping[str, Any], processes: int) -> int:
-    """Returns among how many processes MindFormers divides one model; 1 if each has the whole of it.
+    """Returns the number of processes among which MindFormers divides a model; 1 if each has all of it.
 
     Args:
         parallelism (mapping): The node of the YAML.
-        processes (int): How many train.
+        processes (int): Number of training processes.
     """
     dividing = math.prod(parallelism.get(f"{kind}_parallel") or 1 for kind in ("tensor", "pipeline", "context"))
     replicas = processes // dividing
     sharding = parallelism.get("data_parallel_shard", -1)
-    # As MindFormers rounds it.
+    # Rounded as MindFormers does.
     copies = 1 if sharding < 0 else max(replicas // max(sharding, 1), 1)
     return processes // copies
 
 
 def check_weights(divided: int, parts: int) -> Iterator[Finding]:
-    """Yields a warning where the parts of a step count equally, however many tokens they have.
+    """Yields a warning if the parts of a step count equally regardless of their tokens.
 
     Args:
-        divided (int): Among how many processes the model is divided.
+        divided (int): Number of processes among which the model is divided.
         parts (int): Batches in a step: micro-batches times data-parallel ranks.
     """
     if divided > 1 and parts > 1:
@@ -261,7 +261,7 @@ def check_weights(divided: int, parts: int) -> Iterator[Finding]:
 
 
 def _check_adapter_alone(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields why MindFormers' checkpoints of the adapter alone (save_trainable_only) would not hold all of it."""
+    """Yields why MindFormers' adapter checkpoints (save_trainable_only) would not hold the complete adapter."""
     pet_config = config.get("pet_config") or {}
     if not (config.get("checkpoint") or {}).get("save_trainable_only"):
         return
@@ -283,7 +283,7 @@ def _check_shape(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _check_rows(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error if the data has too few rows for a micro-batch, so that the trainer would have none."""
+    """Yields an error if the data has too few rows for a micro-batch, so that the trainer would have no steps."""
     data = data_of({"data_loader": value_at(config, "train_dataset.dataloader")})
     batch = value_at(config, "training.local_batch_size")
     if data is None or batch not in COUNT or value_at(config, "train_dataset.drop_remainder") is False:

@@ -1,4 +1,4 @@
-"""The adapter of a YAML of the PyNative trainer: what lora_config says, and what pet_config adds to it."""
+"""The adapter of a YAML of the PyNative trainer: lora_config, and pet_config's additions to it."""
 
 import warnings
 from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple, Union
@@ -15,11 +15,11 @@ from mindlora.models.variants.variant import Variant
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.checks.pet_config import PetLoraConfig
 
-# What of a YAML is supported under MindFormers' PyNative Trainer; all else of graph mode is refused by name.
+# The features of a YAML that MindFormers' PyNative Trainer supports; graph mode's others are refused by name.
 
-# Callbacks that need what graph mode alone has.
+# Callbacks that need features of graph mode alone.
 GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "RlReport")
-# Nodes of a graph-mode YAML -> what the PyNative Trainer has for them. It ignores a node that it does not know.
+# Nodes of a graph-mode YAML -> the PyNative Trainer's counterpart. It ignores unknown nodes.
 _GRAPH_MODE_NODES = {
     "runner_wrapper": "the Trainer builds its own train step",
     "runner_config": "use training, with steps, local_batch_size and global_batch_size",
@@ -35,7 +35,7 @@ _IN_GRAPH_MODE = "Remove it, or train in graph mode."
 
 
 def check_graph_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for each node and for the callbacks of graph mode alone in a YAML of the PyNative trainer."""
+    """Yields an error for each node and callback of graph mode alone in a YAML of the PyNative trainer."""
     for name, instead in _GRAPH_MODE_NODES.items():
         if config.get(name):
             found = f"The YAML has {name}, which MindFormers' PyNative Trainer does not read."
@@ -48,20 +48,20 @@ def check_graph_mode(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_adapter(config: Mapping[str, Any], paths: Sequence[str], cells: int) -> Iterator[Finding]:
-    """Yields what is wrong with the adapter that lora_config and pet_config describe together.
+    """Yields faults of the adapter that lora_config and pet_config describe together.
 
     Args:
         config (mapping): The content of the YAML, whose lora_config has no mistakes.
-        paths (sequence of str): As in merged; empty if they are not known.
-        cells (int): How many cells get an adapter; 0 if that is not known.
+        paths (sequence of str): As in merged; empty if they are unknown.
+        cells (int): Number of cells that get an adapter; 0 if it is unknown.
     """
     lora_config = config["lora_config"]
     given = config.get("pet_config") or {}
     try:
         with warnings.catch_warnings():
-            # They are given where the adapter is made.
+            # They are passed where the adapter is built.
             warnings.simplefilter("ignore")
-            # Which cells it is counts for nothing that is looked at here.
+            # The checks here do not depend on which cells these are.
             adapter = PetLoraConfig.from_pet_config(merged(given, lora_config, paths or ["all-linear"], "float32"))
         yield from _check_supported(adapter)
         check_agreement(adapter, lora_config)
@@ -94,41 +94,41 @@ def _check_supported(config: PetLoraConfig) -> Iterator[Finding]:
 
 
 def loss_in_pieces(config: Mapping[str, Any]) -> Union[bool, int]:
-    """Returns pet_config.loss_in_pieces of a YAML of the PyNative trainer; True where it says nothing."""
+    """Returns pet_config.loss_in_pieces of a YAML of the PyNative trainer; True by default."""
     setting = value_at(config, IN_PYNATIVE)
     return True if setting is None else setting
 
 
-# The adapter of both nodes.
+# The adapter that both nodes describe.
 
-# What both nodes say. MindFormers reads lora_config alone, and writes it beside the checkpoints of adapters.
+# Fields of both nodes. MindFormers reads only lora_config, and writes it beside the checkpoints of adapters.
 _SHARED = {"lora_rank": 8, "lora_alpha": 16, "lora_dropout": 0.0}
 
 
 def variant_of(pet_config: Mapping[str, Any]) -> Variant:
-    """Returns the variant that pet_config asks for."""
+    """Returns the variant that pet_config selects."""
     return next((variant for variant in VARIANTS if pet_config.get(variant.field)), LORA)
 
 
 def merged(
     pet_config: Mapping[str, Any], lora_config: Mapping[str, Any], paths: Sequence[str], dtype: str
 ) -> Dict[str, Any]:
-    """Returns the keys of pet_config with what it does not say, taken from lora_config.
+    """Returns the keys of pet_config, completed from lora_config.
 
     Args:
         pet_config (mapping): mindlora's node; it may be empty.
         lora_config (mapping): MindFormers' node.
-        paths (sequence of str): Of the cells and weights of experts that lora_config selects.
-        dtype (str): That of the base's linear cells.
+        paths (sequence of str): Paths of the cells and weights of experts that lora_config selects.
+        dtype (str): The dtype of the base's linear cells.
     """
-    # What the loss takes is not the adapter's.
+    # Settings of the loss do not belong to the adapter.
     given = {key: value for key, value in pet_config.items() if value is not None and key != KEY}
     variant = variant_of(given)
     if "preset" not in given:
         for name, theirs in _shared_fields(variant):
             given.setdefault(name, lora_config.get(theirs, _SHARED[theirs]))
         if "target_parameters" in given:
-            # It says which weights of the experts it is.
+            # It names the adapted weights of the experts.
             paths = [path for path in paths if not path.endswith((".weight1", ".weight2"))]
         if paths:
             given.setdefault("target_modules", list(paths))
@@ -137,7 +137,7 @@ def merged(
 
 
 def check_agreement(config: PetLoraConfig, lora_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if pet_config, as ``config`` has it, and lora_config contradict each other."""
+    """Raises ConfigError if pet_config and lora_config in ``config`` contradict each other."""
     for name, theirs in _shared_fields(config.variant):
         other = lora_config.get(theirs, _SHARED[theirs])
         if getattr(config, name) != other:
@@ -148,7 +148,7 @@ def check_agreement(config: PetLoraConfig, lora_config: Mapping[str, Any]) -> No
 
 
 def _shared_fields(variant: Variant) -> Sequence[Tuple[str, str]]:
-    """Returns (field of pet_config, the same in lora_config) of what both nodes say."""
+    """Returns (field of pet_config, the same field of lora_config) for the settings of both nodes."""
     fields = {name: name for name in _SHARED if not (name == "lora_alpha" and variant.no_scale)}
     if variant.allocates_ranks:
         fields["init_r"] = fields.pop("lora_rank")

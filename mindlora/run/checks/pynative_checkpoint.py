@@ -1,4 +1,4 @@
-"""What a run of the PyNative trainer loads: whether it is there, and belongs to the model and the adapter."""
+"""Checks that the checkpoints of a run of the PyNative trainer exist and belong to the model and the adapter."""
 
 import math
 import os
@@ -34,13 +34,13 @@ def check_checkpoint(
     selected: Optional[List[str]],
     version: Optional[Tuple[int, int]],
 ) -> Iterator[Finding]:
-    """Yields what is wrong with load_path and base_load_path of a YAML with a lora_config.
+    """Yields faults of load_path and base_load_path of a YAML with a lora_config.
 
     Args:
         config (mapping): The content of the YAML.
-        network (Description): Its model; None if it is not known.
-        selected (list of str): Paths of the cells that get LoRA; None if they are not known.
-        version (tuple of int): Of MindFormers; None if it is not known.
+        network (Description): Its model; None if it is unknown.
+        selected (list of str): Paths of the cells that get LoRA; None if they are unknown.
+        version (tuple of int): MindFormers' version; None if it is unknown.
     """
     checkpoint = config.get("checkpoint") or {}
     paths = {key: str(checkpoint.get(key.rpartition(".")[2]) or "") for key in (_LOAD, _BASE)}
@@ -101,7 +101,7 @@ def _shapes_at(path: str) -> Shapes:
 
 
 def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterator[Finding]:
-    """Yields what the trainer needs besides the tensors of load_path."""
+    """Yields a finding for each file that the trainer needs besides the tensors of load_path."""
     names = os.listdir(folder)
     if step_folder.COMMON not in names:
         found = f"{folder} has no {step_folder.COMMON}, which the trainer reads beside a checkpoint."
@@ -117,7 +117,7 @@ def _check_step(checkpoint: Mapping[str, Any], folder: str, base: str) -> Iterat
 def _check_adapter(
     config: Mapping[str, Any], stored: Shapes, selected: Optional[List[str]], folder: str
 ) -> Iterator[Finding]:
-    """Yields how the adapter in a checkpoint differs from the one that the YAML describes."""
+    """Yields differences between the adapter in a checkpoint and the YAML's."""
     lora = config["lora_config"]
     parts = {name: shape for name, shape in stored.items() if name.endswith(_ENDINGS) and not name.endswith(_INITIAL)}
     if not parts:
@@ -131,7 +131,7 @@ def _check_adapter(
         return
     yield from _check_beginning(config, any(name.endswith(_INITIAL) for name in stored), folder)
     rank = lora.get("lora_rank", 8)
-    # A is [r, in], or of experts [experts, in, r].
+    # A is [r, in], or [experts, in, r] for experts.
     ranks = {shape[0 if len(shape) == 2 else -1] for name, shape in parts.items() if name.endswith(_A_ENDINGS)}
     others = sorted(ranks - {rank})
     if others and not (config.get("pet_config") or {}).get("rank_pattern"):
@@ -145,7 +145,7 @@ def _check_adapter(
 def _check_several(
     config: Mapping[str, Any], parts: Shapes, selected: Optional[List[str]], folder: str
 ) -> Iterator[Finding]:
-    """Yields how the adapters in a checkpoint differ from those of the YAML, where there or here are several."""
+    """Yields differences between the adapters in a checkpoint and the YAML's, if either has several."""
     key = "pet_config.adapters"
     asked = (config.get("pet_config") or {}).get("adapters")
     stacked = {name: shape for name, shape in parts.items() if name.endswith(_STACKED)}
@@ -173,11 +173,11 @@ def _check_several(
 
 
 def _check_same_variant(config: Mapping[str, Any], parts: Shapes, folder: str) -> Iterator[Finding]:
-    """Yields that the adapter in a checkpoint is another variant of LoRA than the YAML asks for."""
+    """Yields an error if the adapter in a checkpoint is another variant of LoRA than the YAML's."""
     pet_config = config.get("pet_config") or {}
     here = variant_of(pet_config)
     names = {name.rpartition(".")[2] for name in parts}
-    # A checkpoint holds the parts of AdaLoRA too, which no file of an adapter does.
+    # Unlike files of adapters, a checkpoint also holds the parts of AdaLoRA.
     there = next((variant for variant in VARIANTS if not names.isdisjoint(_pynative_names(variant))), LORA)
     if there is not here:
         variant, advice = (here, "Remove it") if there is LORA else (there, f"Set {there.field}: True")
@@ -190,7 +190,7 @@ def _pynative_names(variant):
 
 
 def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> Iterator[Finding]:
-    """Yields why a run cannot begin with the adapter in a checkpoint, which has ``changed`` its base or not."""
+    """Yields why a run cannot begin with the adapter in a checkpoint; ``changed`` says whether it changed its base."""
     pet_config = config.get("pet_config") or {}
     adapter_path, lora_init = pet_config.get("adapter_path"), pet_config.get("lora_init")
     if adapter_path and (config.get("checkpoint") or {}).get("no_load_optim"):
@@ -212,9 +212,9 @@ def _check_beginning(config: Mapping[str, Any], changed: bool, folder: str) -> I
 
 
 def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Finding]:
-    """Yields which settings of the adapter's updates are others than those with which it was trained."""
+    """Yields settings of the adapter's updates that differ from those of its training."""
     here = _updates(config)
-    # A manifest is of an adapter whose scale is lora_alpha / lora_rank.
+    # A manifest belongs to an adapter with scale lora_alpha / lora_rank.
     records = [os.path.join(folder, name) for name in (step_folder.RUN, MANIFEST)]
     record = next(filter(os.path.isfile, records), None)
     if record is None:
@@ -232,7 +232,7 @@ def _check_same_scale(config: Mapping[str, Any], folder: str) -> Iterator[Findin
 
 
 def _updates(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns what a YAML, or what was saved of it, says of an adapter's scale and of where it acts."""
+    """Returns the settings of an adapter's scale and of where it acts, from a YAML or a saved copy."""
     lora = config.get("lora_config")
     pet_config = config.get("pet_config") or {}
     return {
@@ -256,12 +256,12 @@ def _check_same_cells(stored: Set[str], selected: Set[str], folder: str) -> Iter
 
 
 def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterator[Finding]:
-    """Yields which weights of the model the checkpoints lack or have in another shape.
+    """Yields the weights of the model that the checkpoints lack or have in another shape.
 
-    A run that quantizes the base takes one in 4 bits too, as it saves it.
+    A run that quantizes the base also takes one in 4 bits, the form in which it saves it.
     """
     is_base = not any(name.endswith(_ENDINGS) for name in stored)
-    # The head of a classifier is new where its adapter is.
+    # A new adapter of a classifier has a new head.
     missing = [name for name in network.parameters if name not in stored and not (is_base and is_of_head(name))]
     if missing:
         found = f"The checkpoint lacks {examples(missing)}: these weights would be random."
@@ -274,7 +274,7 @@ def _check_base(network: Description, stored: Shapes, quantizes: bool) -> Iterat
     for name, size in network.parameters.items():
         if name in packed:
             continue
-        # The weights of experts have an axis more in the trainer's files.
+        # The weights of experts have one more axis in the trainer's files.
         if name in stored and math.prod(stored[name]) != math.prod(size.shape):
             shapes = f"{list(stored[name])}, but the model has it of {list(size.shape)}"
             found = f"The checkpoint has {name} of shape {shapes}."

@@ -1,4 +1,4 @@
-"""Checks of target_modules, ranks and patterns against the linear cells that the model will have."""
+"""Checks target_modules, ranks and patterns against the linear cells of the model."""
 
 import contextlib
 import logging
@@ -20,24 +20,24 @@ from mindlora.run.checks.finding import Finding, error, note, warning
 from mindlora.run.checks.model import described_network
 from mindlora.run.yaml_run import YamlRun
 
-# What published experience advises, where the settings of a run differ from it: notes of the doctor and of the plan.
+# Advice from published experience for runs whose settings differ from it: notes of the doctor and of the plan.
 #
-# Published claims were tried on a small model (docs/benchmarks/claims.md). Advised is what held there: all linear
-# cells, a higher rate than that of full fine-tuning, and rsLoRA's scale for large ranks.
+# Published claims were tried on a small model (docs/benchmarks/claims.md). The advice is what held there: all linear
+# cells, a higher rate than in full fine-tuning, and rsLoRA's scale for large ranks.
 
-# The usual rates of full fine-tuning end here, and those of LoRA begin above.
+# Usual rates of full fine-tuning are below this, and LoRA's above.
 _LOW_RATE = 5e-5
 _RATE = "lr_schedule.learning_rate"
-# Above it a rank is large, as far as the scale is concerned.
+# Ranks above this count as large for the scale.
 _LARGE_RANK = 32
-# rsLoRA itself, and what cannot have it.
+# rsLoRA itself, and the variants that cannot have it.
 _OTHER_SCALES = ("use_rslora", *(variant.field for variant in VARIANTS if variant.allocates_ranks))
 # In the paths of cells of MindFormers' models.
 _FEED_FORWARD = (".feed_forward.", ".mlp.")
 
 
 def advise(run: YamlRun, adapted: Collection[str], linear: Collection[str]) -> Iterator[Finding]:
-    """Yields a note for each setting of a training run from which published experience advises otherwise.
+    """Yields a note for each setting of a training run against which published experience advises.
 
     Args:
         run (YamlRun): The run.
@@ -65,7 +65,7 @@ def advise(run: YamlRun, adapted: Collection[str], linear: Collection[str]) -> I
 
 
 def _advise_scale(run: YamlRun) -> Iterator[Finding]:
-    """Yields a note if the rank is large and lora_alpha does not keep up with it."""
+    """Yields a note if the rank is large and lora_alpha too small for it."""
     rank, alpha = (run.pet_config.get(field) for field in ("lora_rank", "lora_alpha"))
     if any(run.pet_config.get(field) for field in _OTHER_SCALES):
         return
@@ -83,9 +83,9 @@ def _is_feed_forward(path: str) -> bool:
 
 
 def check_targets(run: YamlRun, lora: LoraConfig) -> List[Finding]:
-    """Returns which cells get an adapter and what is wrong with the selection, if mindlora.models knows the cells.
+    """Returns the cells that get an adapter, and faults of the selection, if mindlora.models knows the cells.
 
-    ``lora`` is what apply_lora gets.
+    ``lora`` is the configuration for apply_lora.
     """
     try:
         network = described_network(run)
@@ -161,7 +161,7 @@ class _Collector(logging.Handler):
 
 @contextlib.contextmanager
 def _warnings_of(logger):
-    """Yields a list that collects the warnings of ``logger``, which are not shown meanwhile."""
+    """Yields a list that collects the warnings of ``logger`` in place of showing them."""
     collector = _Collector(logging.WARNING)
     before = logger.handlers, logger.propagate
     logger.handlers = [collector]

@@ -1,4 +1,4 @@
-"""What the train step, the callbacks and the options that save memory need from the rest of a YAML."""
+"""Checks the needs of the train step, the callbacks and the memory-saving options in the rest of a YAML."""
 
 from typing import Any, Iterator, Mapping
 
@@ -12,23 +12,23 @@ from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.preference.settings import MEASURES
 from mindlora.training.rl.settings import METRICS
 
-# The steps of MindFormers. A step of the user's own may be made from mindlora's; callbacks look at it when they begin.
+# MindFormers' train steps. A user's own step may be derived from mindlora's; callbacks check it when they begin.
 _STEPS_OF_MINDFORMERS = ("MFTrainOneStepCell", "MFPipelineWithLossScaleCell")
 # Callbacks that set the rate, the limits or the weights of a step.
 CONTROLLING = ("TrainingGuard", "GradientNormRate", "ReduceOnPlateau", "WarmUp", "ForgettingBudget")
 EXCHANGE = "runner_wrapper.gradient_exchange"
 _METRICS = ["held_out_loss", "loss"]
-# What HeldOutLoss measures beside the loss where a run trains a classifier, and where it learns from preferences.
+# HeldOutLoss' measures beside the loss for classifiers, and for preferences.
 _OF_LABELS = ["held_out_accuracy", "held_out_f1"]
 _OF_PREFERENCES = [f"held_out_{name}" for name in MEASURES]
 _RECOMPUTE = "recompute_config"
 _SWAP = "swap_config"
-# Keys that say how to recompute, with the value that leaves them off.
+# Keys of recomputation, with the value that switches each off.
 _HOW = {"parallel_optimizer_comm_recompute": False, "recompute_slice_activation": False, "mp_comm_recompute": True}
 
 
 def check_training(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each setting of a training run that another one makes impossible; nothing for other runs."""
+    """Yields an error for each setting of a training run that another one rules out; nothing for other runs."""
     if not run.trains:
         return
     yield from _check_accumulation(run)
@@ -93,7 +93,7 @@ def _check_exchange(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_controlled(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each callback that steers the train step where MindFormers' own step runs."""
+    """Yields an error for each callback that controls the train step if MindFormers' own step runs."""
     if run.train_step not in _STEPS_OF_MINDFORMERS and run.accumulates_here:
         return
     for kind in CONTROLLING:
@@ -124,7 +124,7 @@ def _check_saving(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_metrics(run: YamlRun) -> Iterator[Finding]:
-    """Yields what keeps LoraCheckpoint from choosing the best adapter."""
+    """Yields an error for each setting that keeps LoraCheckpoint from choosing the best adapter."""
     for where, callback in run.callbacks_of("HeldOutLoss")[1:]:
         yield error(
             where,
@@ -132,7 +132,7 @@ def _check_metrics(run: YamlRun) -> Iterator[Finding]:
             "both report the same metrics.",
             "Remove one.",
         )
-    # Evaluation and callbacks of the user's own may report metrics of their own.
+    # Evaluation and users' own callbacks may report their own metrics.
     others = run.at("do_eval") or any(callback.get("auto_register") for _, callback in run.callbacks)
     held_out = ["held_out_loss", *(_OF_PREFERENCES if run.preference else ())]
     held_out += _OF_LABELS if run.model_config.get("num_labels") else ()
@@ -167,7 +167,7 @@ def _check_held_out(run: YamlRun, where: str, callback: Mapping[str, Any]) -> It
 
 
 def check_memory_options(run: YamlRun) -> Iterator[Finding]:
-    """Yields a finding for each option of recomputation, swapping or offloading that does not do what it says.
+    """Yields a finding for each option of recomputation, swapping or offloading without its stated effect.
 
     There are none for a run that does not train.
     """

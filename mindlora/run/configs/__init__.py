@@ -1,1 +1,1 @@
-"""The YAML of a run, written from the folder of a model. No MindSpore."""
+"""Writes the YAML of a run from the folder of a model; without MindSpore."""

@@ -1,5 +1,5 @@
-"""A model's folder from Hugging Face: its config.json, the ids of its tokens, whether its weights are as it says;
-and what a YAML says of it."""
+"""A model's folder from Hugging Face: its config.json, the ids of its tokens, a check of its weights,
+and its settings in a YAML."""
 
 import dataclasses
 import os
@@ -21,9 +21,9 @@ from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from mindlora.run.checks.cpu import cpu_keys
 
 CPU, NPU = DEVICES = ("cpu", "npu")
-# Tokens of a row where nobody says: memory grows with it.
+# The default number of tokens of a row, with which memory grows.
 _SEQ_LENGTH = 2048
-# The keys of legacy models, and those of mcore models.
+# The keys of legacy models, and of mcore models.
 _LEGACY_DTYPES = {
     "compute_dtype": "bfloat16",
     "param_init_type": "bfloat16",
@@ -54,17 +54,18 @@ _MCORE_COMPILER: Dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A model that a YAML can be written for.
+    """A model for which a YAML can be written.
 
     Attributes:
-        path (str): The folder, as it was given.
+        path (str): The folder, as given.
         config (HuggingFaceConfig): Its config.json.
         model_config (dict): The same for MindFormers, without dtypes, lengths and tokens.
         ids (SpecialIds): The tokens with which `mindlora data` begins, ends and pads rows.
         ends (int or list of int): The tokens that end an answer.
         stored (str): The dtype of the weights' matrices; "float32" if they differ.
-        decoded (list of str): Notes on the weights that the folder holds in a quantized form; empty without.
-        unstated_end (TurnEnd or None): That of ``ends`` which the chat template has, and the folder's files do not.
+        decoded (list of str): Notes on quantized weights in the folder; empty without any.
+        unstated_end (TurnEnd or None): The token of ``ends`` that is in the chat template but not in the folder's
+            files.
     """
 
     path: str
@@ -79,20 +80,20 @@ class ModelFolder:
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         return name_of_folder(self.path)
 
 
 def name_of_folder(path: str) -> str:
-    """Returns what the model in a folder is called: the last part of the path."""
+    """Returns the name of the model in a folder: the last part of the path."""
     return os.path.basename(os.path.abspath(path))
 
 
 def read_folder(path: str, to_train: bool = False) -> ModelFolder:
-    """Reads a folder of Hugging Face's: config.json, the tokenizer, and names and shapes of the weights.
+    """Reads a folder from Hugging Face: config.json, the tokenizer, and the names and shapes of the weights.
 
-    Raises ConfigError if it is not one, or holds a setting that MindFormers lacks, or a model that is not trained
-    (``to_train``) or not served; CheckpointError if the weights cannot be read; TokenizerError if there is no
+    Raises ConfigError if it is not such a folder, or holds a setting that MindFormers lacks, or a model that is not
+    trained (``to_train``) or not served; CheckpointError if the weights cannot be read; TokenizerError if there is no
     tokenizer.
     """
     config = _read_config(path)
@@ -131,7 +132,7 @@ def _is_taken(architecture: Architecture, to_train: bool) -> bool:
 
 
 def _unknown_model(config: HuggingFaceConfig, to_train: bool) -> str:
-    """Returns why a model cannot be taken from its folder, and which ones can."""
+    """Returns why a model cannot be taken from its folder, and which models can."""
     classes = config.get("architectures", [])
     described = f"{config.path} says model_type {config.model_type!r}, architectures {classes}"
     architecture = registry.by_hugging_face_type(config.model_type)
@@ -148,8 +149,8 @@ def _unknown_model(config: HuggingFaceConfig, to_train: bool) -> str:
 def _check_weights(folder: str, architecture: Architecture, model_config: Dict[str, Any]) -> Tuple[str, List[str]]:
     """Raises ConfigError unless the tensors are those of the model that config.json describes.
 
-    What MindFormers did not find it would leave random, and what it has no place for it would drop. Returns the dtype
-    of the matrices, quantized ones as they are decoded, and notes on the latter.
+    MindFormers would leave missing tensors random, and drop those without a place. Returns the dtype
+    of the matrices, after decoding quantized ones, and notes on these.
     """
     tied = bool(model_config.get("tie_word_embeddings"))
     with BaseCheckpoint(folder) as base:
@@ -207,7 +208,7 @@ def model_nodes(folder: ModelFolder, device: str, seq_length: int) -> Dict[str, 
 
 
 def _dtypes(legacy: bool, device: str) -> Dict[str, Any]:
-    """Returns the keys of model_config that hold dtypes, and what else a device needs."""
+    """Returns the keys of model_config for dtypes, and other settings that a device needs."""
     if legacy:
         return cpu_keys() if device == CPU else _LEGACY_DTYPES
     return dict.fromkeys(_MCORE_DTYPES, "float32") if device == CPU else {**_MCORE_DTYPES, "use_flash_attention": True}
@@ -216,7 +217,7 @@ def _dtypes(legacy: bool, device: str) -> Dict[str, Any]:
 def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
     """Returns the tokens of a row: ``asked``, or else 2048 if the model takes as many.
 
-    Raises ConfigError if a token would not see all tokens before it, which it does in MindFormers' models.
+    Raises ConfigError if a token would not see all tokens before it, as it does in MindFormers' models.
     """
     window = folder.config.window()
     if asked is None:
@@ -230,7 +231,7 @@ def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
 
 
 def served_content(folder: ModelFolder, device: str, quantize_base: Optional[str] = None) -> Dict[str, Any]:
-    """Returns the content of a YAML by which a model is served, or answers.
+    """Returns the content of a YAML that serves a model, or generates with it.
 
     On a CPU the embedding, unless the output head is tied to it, and the weights of linear cells are held in the dtype
     in which they are stored, or as ``quantize_base``, that of LoraConfig, says.

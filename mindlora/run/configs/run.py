@@ -1,4 +1,4 @@
-"""The YAML of a training run for a model whose folder was read: what is asked of it, what follows, what cannot be."""
+"""The YAML of a training run for a model's folder: the request, its consequences, and its limits."""
 
 import dataclasses
 import math
@@ -21,10 +21,10 @@ from mindlora.run.yaml_run import YamlRun
 from mindlora.training.preference.rules import ANSWERS
 from mindlora.training.preference.settings import LOSSES
 
-# What a run needs to know of its data: how many rows there are, and how many tokens one has.
+# The facts about data that a run needs: the number of rows, and the tokens of each.
 
 _ENDING = ".mindrecord"
-# What the YAML of a run tells its reader: what it is, the commands that use it, what to change.
+# The YAML's comments for its reader: its purpose, the commands that use it, what to change.
 
 _COMMENTS = {
     "runner_config.epochs": "how often the data is read",
@@ -53,10 +53,10 @@ class Rows:
     """The rows of a MindRecord, or of a folder of them.
 
     Attributes:
-        count (int): How many there are.
-        tokens (int): Tokens of each, of a pair of answers that is not packed those of either.
-        of_model (int): How many rows of the model each is: 2 where it is a pair of answers that is not packed.
-        loss (str): The loss for such preferences, or None where the rows have labels.
+        count (int): Number of rows.
+        tokens (int): Tokens of each row; for an unpacked pair of answers, of either answer.
+        of_model (int): Rows of the model for each row: 2 for an unpacked pair of answers.
+        loss (str): The loss for such preferences, or None if the rows have labels.
         held_out (str): The MindRecord of held-out rows that `mindlora data --holdout` wrote beside it, or None.
     """
 
@@ -69,9 +69,9 @@ class Rows:
 
 
 def read_rows(path: str, first_rows: FirstRows) -> Rows:
-    """Returns what a MindRecord, or a folder of them, holds; ``first_rows`` reads the first rows of one.
+    """Returns the facts about a MindRecord or a folder of them; ``first_rows`` reads the first rows of a MindRecord.
 
-    Raises ConfigError if there is none, it cannot be read, or its rows have no input_ids.
+    Raises ConfigError if it does not exist, cannot be read, or its rows have no input_ids.
     """
     files = [file for file in mindrecord_files(path) if file.endswith(_ENDING) and os.path.isfile(file)]
     if not files:
@@ -93,7 +93,7 @@ def read_rows(path: str, first_rows: FirstRows) -> Rows:
 
 
 EPOCHS = 3
-# Rows of a step: many enough that its gradient is not an accident, few enough that small data has many steps.
+# Rows of a step: enough for a stable gradient, few enough that small data has many steps.
 _ROWS_PER_STEP = 16
 _BATCH = {CPU: 1, NPU: 4}
 _SAVE_STEPS = 500
@@ -101,18 +101,18 @@ _SAVE_STEPS = 500
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a run is asked to be.
+    """The user's request for a run.
 
     Attributes:
-        output (str): Where its YAML will be, for the commands in its header.
+        output (str): Path of its YAML, for the commands in its header.
         device (str): "cpu" or "npu".
-        devices (int): How many there are.
-        seq_length (int): Tokens of a row. Default: None, those of ``rows``, or 2048 if the model takes as many.
+        devices (int): Number of devices.
+        seq_length (int): Tokens of a row. Default: None, the tokens of ``rows``, or 2048 if the model takes as many.
         recipe (str): One of config.PRESETS. Default: None.
         rows (Rows): The data. Default: None.
-        prompts (str): A file of prompts, whose answers are rated, in the place of data. Default: None.
-        rewards (sequence of str): What rates them, as rl.reward_funcs takes it. Default: none.
-        teacher (str or dict): Whose log-probabilities of them the run learns, as rl.teacher takes it. Default: None.
+        prompts (str): A file of prompts, whose answers are rated, in place of data. Default: None.
+        rewards (sequence of str): The rewards, as for rl.reward_funcs. Default: none.
+        teacher (str or dict): The teacher whose log-probabilities the run learns, as for rl.teacher. Default: None.
     """
 
     output: str
@@ -128,11 +128,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The rows of a step, and how many steps a run has.
+    """The rows of a step, and the number of steps of a run.
 
     Attributes:
         rows (int): Rows on each device at a time.
-        accumulation (int): So many of these make a step.
+        accumulation (int): Number of these batches in a step.
         per_step (int): Rows of a step on all devices.
         per_epoch (int): Steps of an epoch, or None without data.
     """
@@ -148,7 +148,7 @@ class Batch:
         available = request.rows.count if request.rows else _ROWS_PER_STEP * request.devices
         of_model = request.rows.of_model if request.rows else 1
         rows = max(1, min(_BATCH[request.device] // of_model, available // request.devices))
-        # On several devices, a batch of 4 rows on each is enough.
+        # On several devices, a batch of 4 rows on each suffices.
         accumulation = max(1, min(_ROWS_PER_STEP, available) // rows) if request.devices == 1 else 1
         per_step = rows * accumulation * request.devices
         return cls(rows, accumulation, per_step, request.rows.count // per_step if request.rows else None)
@@ -165,7 +165,7 @@ class Batch:
 
 
 def check_request(folder: ModelFolder, request: Request) -> None:
-    """Raises ConfigError if the model cannot be trained so."""
+    """Raises ConfigError if the model cannot be trained as requested."""
     check_number(request.devices, "--devices", COUNT)
     if request.seq_length is not None:
         check_number(request.seq_length, "--seq-length", COUNT)
@@ -193,12 +193,12 @@ def check_request(folder: ModelFolder, request: Request) -> None:
 
 
 def row_length(folder: ModelFolder, rows: Rows) -> int:
-    """Returns the seq_length that the rows are of."""
+    """Returns the seq_length of the rows."""
     return rows.tokens if folder.architecture.takes_shifted_labels else rows.tokens - 1
 
 
 def header_of(folder: ModelFolder, request: Request, batch: Batch, trained: int, parameters: int) -> List[str]:
-    """Returns the lines at the beginning; of ``parameters`` elements, ``trained`` are trained."""
+    """Returns the lines at the beginning; ``trained`` of ``parameters`` elements train."""
     return [
         f"Fine-tunes {folder.name} ({folder.architecture.title}) with LoRA on {_where(request)}.",
         f"Written by mindlora configs --from {folder.path}.",
@@ -212,7 +212,7 @@ def header_of(folder: ModelFolder, request: Request, batch: Batch, trained: int,
 
 
 def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
-    """Returns what the user should know of the model and of the data."""
+    """Returns notes for the user on the model and the data."""
     notes = []
     if folder.unstated_end is not None:
         notes.append(
@@ -228,7 +228,7 @@ def notes_on(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
 
 
 def _notes_on_decoding(folder: ModelFolder, content: Mapping[str, Any]) -> List[str]:
-    """Returns what is done with weights that the folder holds in a quantized form, and what holds them in the run."""
+    """Returns notes on quantized weights of the folder, and on how the run holds them."""
     run = YamlRun(content)
     held = run.model.get(dtype_key(run), "float32")
     if not folder.decoded:
@@ -237,7 +237,7 @@ def _notes_on_decoding(folder: ModelFolder, content: Mapping[str, Any]) -> List[
 
 
 def commands_of(folder: ModelFolder, request: Request) -> Tuple[str, ...]:
-    """Returns the commands from here to an answer of the adapter."""
+    """Returns the commands from this YAML to an answer of the adapter."""
     model = shlex.quote(folder.path)
     run = f"mindlora-run --config {shlex.quote(request.output)}"
     if request.devices > 1:
@@ -297,10 +297,10 @@ def comments_of(folder: ModelFolder, request: Request) -> Dict[str, str]:
     return comments
 
 
-# Where no recipe says: those of the YAMLs in configs/.
+# Defaults without a recipe, as in the YAMLs of configs/.
 _ADAPTER = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 _LEARNING_RATE = 1e-4
-# Where a run learns from rewards: its policy must not move faster than its answers are sampled.
+# For rewards: the policy must not move faster than its answers are sampled.
 _RATE_OF_REWARDS = 2e-5
 _PROMPTS, _GENERATIONS = 8, 8
 _TRAIN_STEP = {"type": "LoraTrainOneStepCell", "scale_sense": 1.0, "use_clip_grad": True, "max_grad_norm": 1.0}
@@ -314,7 +314,7 @@ class Draft:
         content (dict): Its nodes.
         parameters, trained (int): Elements of all parameters, and of those that are trained.
         steps (int): Steps of the run, or None without data.
-        notes (tuple of str): What else the user should know.
+        notes (tuple of str): Further notes for the user.
         commands (tuple of str): What to do next, in order.
         text (str): The YAML.
     """
@@ -378,7 +378,7 @@ def _content(folder: ModelFolder, request: Request, batch: Batch) -> Dict[str, A
 
 
 def _learn_from_rewards(content: Dict[str, Any], request: Request) -> None:
-    """Makes the YAML of a run on data that of one on prompts, in place."""
+    """Turns the YAML of a run on data into that of a run on prompts, in place."""
     for node in ("train_dataset", "train_dataset_task"):
         del content[node]
     content["runner_config"].update(batch_size=8, gradient_accumulation_steps=1, sink_mode=False)
@@ -386,7 +386,7 @@ def _learn_from_rewards(content: Dict[str, Any], request: Request) -> None:
     content["lr_schedule"] = {
         "type": "ConstantWarmUpLR", "learning_rate": _RATE_OF_REWARDS, "warmup_ratio": 0.0, "total_steps": -1
     }  # fmt: skip
-    # Sampler and trainer are one policy.
+    # Sampler and trainer must be the same policy.
     content["model"]["model_config"]["pet_config"]["lora_dropout"] = 0.0
     content["callbacks"][-1]["save_steps"] = 20
     judges: Dict[str, Any] = {"reward_funcs": list(request.rewards)} if request.rewards else {}
@@ -440,7 +440,7 @@ def _data(request: Request) -> Dict[str, Any]:
 
 
 def _recipe(name: Optional[str]) -> Tuple[Mapping[str, Any], float]:
-    """Returns what a recipe says of the adapter, and its learning rate; raises ConfigError if it is not known."""
+    """Returns a recipe's settings of the adapter, and its learning rate; raises ConfigError if it is unknown."""
     if name is None:
         return _ADAPTER, _LEARNING_RATE
     return preset_fields(name), float(PRESETS[name]["learning_rate"])

@@ -1,9 +1,9 @@
-"""The content of a YAML as text: nodes indented by two, comments at their keys, a node that is shared by an anchor."""
+"""The content of a YAML as text: nodes indented by two, comments at their keys, shared nodes as anchors."""
 
 import re
 from typing import Any, Dict, List, Mapping, Sequence
 
-# What YAML reads as a text without quotes.
+# Text that YAML reads as a string without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
@@ -13,15 +13,15 @@ def yaml_text(header: Sequence[str], content: Mapping[str, Any], comments: Mappi
 
     Args:
         header (list of str): Lines of the comment at its beginning.
-        content (dict): Its nodes. One that is in it twice, as the same object, is written once and named again.
-        comments (dict): Dotted key -> its comment: beside a value, and above a node that has keys.
+        content (dict): Its nodes. A node that occurs twice, as the same object, is written once and referred to again.
+        comments (dict): Dotted key -> its comment: beside a value, or above a node with keys.
     """
     head = [f"# {line}".rstrip() for line in header]
     return "\n".join([*head, *_Writer(content, comments).lines]) + "\n"
 
 
 class _Writer:
-    """Makes the lines of a YAML."""
+    """Writes the lines of a YAML."""
 
     def __init__(self, content: Mapping[str, Any], comments: Mapping[str, str]):
         self._comments = comments

@@ -1,4 +1,4 @@
-"""The first thing in a process on the backend: it makes MindSpore ready, then runs a program as Python would
+"""The first module in a process on the backend: prepares MindSpore, then runs a program as Python would.
 
 python -m mindlora.run.dry_run.child [--values] --soc-library FILE --report FILE PROGRAM ARGUMENTS...
 """
@@ -42,7 +42,7 @@ def _start(soc_library: str) -> None:
 
 
 def _leave_weights_as_memory_is() -> None:
-    """Initializers write nothing: a dry run computes nothing, and memory that is never touched costs nothing."""
+    """Makes initializers write nothing: a dry run does not compute, and untouched memory costs nothing."""
     from mindspore.common import initializer
 
     for kind in _kinds(initializer.Initializer):
@@ -56,7 +56,7 @@ def _kinds(base: Any) -> Iterator[Any]:
 
 
 def _know_ranks_of_the_world() -> None:
-    """MindSpore's dry run knows the ranks of every group but that of all ranks."""
+    """Tells MindSpore's dry run the ranks of the group of all ranks, the only one that it lacks."""
     if not os.environ.get("MS_SIMULATION_LEVEL"):
         return
     from mindspore import communication
@@ -75,7 +75,7 @@ def _know_ranks_of_the_world() -> None:
 def _run(program: str, arguments: List[str]) -> None:
     sys.argv = [program, *arguments]
     if program.endswith(".py"):
-        # Where Python looks first for what a script imports.
+        # The folder that Python searches first for a script's imports.
         sys.path[0] = os.path.dirname(os.path.abspath(program))
         runpy.run_path(program, run_name="__main__")
     else:

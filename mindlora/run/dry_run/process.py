@@ -1,4 +1,4 @@
-"""Runs a program on MindSpore's Ascend backend, on stand-ins for CANN, in a process of its own."""
+"""Runs a program on MindSpore's Ascend backend, on stand-ins for CANN, in a separate process."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 from mindlora.run.dry_run.stand_ins import StandIns, mindspore_folder, stand_ins
 
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
-# Below lib/plugin/ascend of MindSpore: libraries that the plugin loads by their names alone.
+# Below MindSpore's lib/plugin/ascend: libraries that the plugin loads only by name.
 _BESIDE_THE_PLUGIN = (
     "ms_kernels_symmetric_memory/shmem/shmem/lib",
     "ms_kernels_symmetric_memory/shmem/memfabric_hybrid/lib",
@@ -23,20 +23,20 @@ _BESIDE_THE_PLUGIN = (
 )
 
 _WITH_FRAGMENTS = re.compile(r"Actual peak memory usage \(with fragments\): (\d+)M")
-# How a line of a graph begins that calls an operator.
+# The beginning of a line of a graph that calls an operator.
 _OPERATOR = re.compile(r" *%\d+\(\w+\) = (?:PrimFunc_)?(\w+)\(")
 
 
 class Finished(NamedTuple):
-    """What a program left.
+    """The results of a program.
 
     Attributes:
         returncode (int): Its exit code; below 0, the signal that ended it.
-        output (str): What it wrote, standard output and errors in one.
-        peak_bytes (int): The most that MindSpore's planner had in use on the device, without fragments. None if the
-            process ended before it could say.
+        output (str): Its standard output and errors together.
+        peak_bytes (int): Peak use of the device in MindSpore's planner, without fragments. None if the
+            process ended before reporting it.
         reserved_bytes (int): The same with fragments.
-        on_cpu (tuple of str): The operators that were compiled for the host's CPU in place of the NPU, by name.
+        on_cpu (tuple of str): Names of the operators that were compiled for the host's CPU instead of the NPU.
     """
 
     returncode: int
@@ -56,22 +56,22 @@ def run(
     timeout: Optional[float] = None,
     environment: Optional[Mapping[str, str]] = None,
 ) -> Finished:
-    """Runs a Python program in MindSpore's dry run: graphs are compiled, planned and sharded; no kernel is launched.
+    """Runs a Python program in MindSpore's dry run: compiles, plans and shards graphs, and launches no kernel.
 
     Args:
         program: The path of a .py file or the name of a module, such as mindlora.training.launch.launcher.
-        arguments: What follows it on the command line.
-        folder: The folder in which it works.
-        ranks: How many devices there are in name.
-        rank: Which of them this process is.
-        values: Whether weights are initialized; without, they hold whatever their memory holds, which costs the host
+        arguments: Its command-line arguments.
+        folder: Its working directory.
+        ranks: Nominal number of devices.
+        rank: This process's device.
+        values: Whether weights are initialized; otherwise they hold whatever is in memory, which costs the host
             neither memory nor time.
         timeout: Seconds after which the process is killed.
-        environment: Variables beside those of this process.
+        environment: Variables in addition to those of this process.
 
     Raises:
         InstallationError: MindSpore, its Ascend plugin, a C++ compiler or binutils is missing.
-        subprocess.TimeoutExpired: The time is over.
+        subprocess.TimeoutExpired: The timeout has expired.
     """
     with tempfile.TemporaryDirectory(prefix="mindlora-dry-run-") as scratch:
         first, variables = prepare(stand_ins(), scratch, values)
@@ -89,7 +89,7 @@ def run(
         try:
             output, _ = process.communicate(timeout=timeout)
         finally:
-            # Whatever it started ends with it.
+            # All its children end with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -97,26 +97,26 @@ def run(
 
 
 def simulation(ranks: int, rank: int) -> Dict[str, str]:
-    """Returns the variables that make a process of MindSpore's one of a dry run: device ``rank`` of ``ranks``."""
+    """Returns the variables that put a MindSpore process into a dry run as device ``rank`` of ``ranks``."""
     return {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": str(rank)}
 
 
 def prepare(made: StandIns, scratch: str, values: bool) -> Tuple[List[str], Dict[str, str]]:
-    """Returns what comes before a program on Python's command line, and the variables of its process.
+    """Returns the arguments before a program on Python's command line, and the variables of its process.
 
     Args:
         made: The stand-ins.
-        scratch: An empty folder, which finish reads.
+        scratch: An empty folder for finish to read.
         values: Whether weights are initialized.
     """
     options = ["--soc-library", made.soc, "--report", _report(scratch), *(["--values"] if values else [])]
-    # MindSpore writes each graph as it is built for the device, and no other stage of it.
+    # MindSpore writes each graph only in the form built for the device.
     graphs = {"MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_SAVE_GRAPHS_PATH": scratch}
     return ["-m", "mindlora.run.dry_run.child", *options], {**_environment(made), **graphs}
 
 
 def finish(returncode: int, output: str, scratch: str) -> Finished:
-    """Returns what a program left that was prepared with the folder ``scratch``."""
+    """Returns the results of a program that was prepared with the folder ``scratch``."""
     peak = None
     if os.path.exists(_report(scratch)):
         with open(_report(scratch), encoding="utf-8") as file:
@@ -150,6 +150,6 @@ def _environment(made: StandIns) -> Dict[str, str]:
         "ASCEND_HOME_PATH": made.cann,
         "ASCEND_TOOLKIT_HOME": made.cann,
         "ASCEND_OPP_PATH": f"{made.cann}/opp",
-        # MindSpore says what its planner took as a warning.
+        # MindSpore reports its planner's use as a warning.
         "GLOG_v": "2",
     }

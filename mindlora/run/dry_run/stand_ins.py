@@ -1,6 +1,6 @@
-"""Stand-ins for CANN's libraries: built from what the installed plugin needs, in seconds, into a cache.
+"""Stand-ins for CANN's libraries: built in seconds, from the needs of the installed plugin, into a cache.
 
-Every function that the plugin needs returns 0, except those whose answer matters, which are written by hand in cann/.
+Every function that the plugin needs returns 0, except those whose result matters, which are written by hand in cann/.
 """
 
 import ctypes
@@ -19,31 +19,31 @@ from typing import Callable, FrozenSet, Iterable, Iterator, List, NamedTuple, Se
 from mindlora.core.atomic import replace_folder
 from mindlora.core.errors import InstallationError
 
-# What MindSpore's Ascend plugin needs of CANN, read from the libraries of the installed wheel.
+# The needs of MindSpore's Ascend plugin, read from the libraries of the installed wheel.
 #
-# CANN must define each name that a library leaves undefined and the wheel does not define itself. A name that a library
-# looks up while it runs (dlsym, dlopen) is a string in it. So no list of CANN's names has to be kept here.
+# CANN must define each name that a library leaves undefined and the wheel does not define. A name that a library
+# looks up at run time (dlsym, dlopen) is a string in it. So there is no list of CANN's names to maintain here.
 
-# Parts of the plugin that stay unloaded, as on an NPU whose owner did not install what they need: ATB is a package of
-# its own and DVPP decodes images. The others are loaded by CANN alone.
+# Parts of the plugin that stay unloaded, as on an NPU without the packages that they need: ATB is a package of
+# its own and DVPP decodes images. Only CANN loads the others.
 _LEFT_OUT = re.compile("atb_kernels|dvpp|custom_aicpu_ops|cpu_kernels|op_tiling|op_proto|op_kernels")
-# How the names of CANN's C functions begin. A pattern with one beginning is ten times as fast as one with six.
+# Prefixes of CANN's C functions. A pattern with one prefix is ten times as fast as one with six.
 _BEGINNINGS = (b"acl", b"Hccl", b"Hcom", b"hal", b"Msprof", b"rt")
-# MindSpore loads these while it runs; libraries of others that it tries to load, it does without.
+# MindSpore loads these at run time; it works without other libraries that it tries to load.
 _LOADED_LATER = re.compile(rb"(libacl_[a-z_]+\.so)(?=\0)")
-# The second function of an operator's two; MindSpore puts its name together from that of the first.
+# The second of an operator's two functions; MindSpore derives its name from the first.
 _WORKSPACE = "GetWorkspaceSize"
-# Libraries that are not CANN's, and how Python's names begin. What this process has loaded does not count: it may hold
-# a stand-in for CANN.
+# Libraries that are not CANN's, and the prefix of Python's names. Libraries loaded in this process do not count: one
+# may be a stand-in for CANN.
 _SYSTEM = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1")
 _PYTHON = ("Py", "_Py")
 
 
 class PluginNeeds(NamedTuple):
-    """What the plugin needs of CANN.
+    """The plugin's needs of CANN.
 
     Attributes:
-        functions (frozenset of str): Names of functions, those of C++ as the linker sees them.
+        functions (frozenset of str): Names of functions, mangled for C++.
         libraries (frozenset of str): File names of libraries, such as libascendcl.so.
     """
 
@@ -70,7 +70,7 @@ def mindspore_folder() -> pathlib.Path:
 
 
 def plugin_needs(mindspore: pathlib.Path) -> PluginNeeds:
-    """Returns what the Ascend plugin of the MindSpore in the folder ``mindspore`` needs of CANN.
+    """Returns the needs of the Ascend plugin of the MindSpore in the folder ``mindspore``.
 
     Raises:
         InstallationError: nm, a part of binutils, is missing.
@@ -81,7 +81,7 @@ def plugin_needs(mindspore: pathlib.Path) -> PluginNeeds:
     functions = _symbols(plugin, "U")
     libraries = set(re.findall(r"NEEDED +(\S+)", _output("objdump", "-p", *plugin)))
     for path in plugin:
-        # The kernels that come with the plugin, the largest files of all, look nothing up.
+        # The plugin's kernels, the largest files of all, do not look up names.
         if "ms_kernels_" not in str(path):
             content = path.read_bytes()
             functions.update(_looked_up(content))
@@ -92,7 +92,7 @@ def plugin_needs(mindspore: pathlib.Path) -> PluginNeeds:
     functions -= _symbols([path for path in wheel if not _LEFT_OUT.search(str(path))], "TWVBDRui")
     libraries -= {path.name for path in wheel}
     own = frozenset(name for name in functions if not _is_of_the_system(name))
-    # The system's libraries have a version behind the .so, CANN's have none.
+    # The system's libraries have a version after .so, CANN's have none.
     return PluginNeeds(own, frozenset(name for name in libraries if name.endswith(".so")))
 
 
@@ -124,10 +124,10 @@ def _is_of_the_system(function: str) -> bool:
 _HERE = pathlib.Path(__file__).resolve().parent
 # MindSpore's wheels are built with the older form of std::string.
 _FLAGS = ("-O1", "-fPIC", "-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=0")
-# All of CANN's libraries are this one.
+# This one stands for all of CANN's libraries.
 _ALL = "libstandins.so"
 
-# What these kernels read of the chip, a 910B, of the file that CANN has for it.
+# The properties of the chip, a 910B, that these kernels read from CANN's file.
 _CHIP = """[version]
 SoC_version=Ascend910B1
 Short_SoC_version=Ascend910B
@@ -156,14 +156,14 @@ ubblock_size=32
 
 
 class StandIns(NamedTuple):
-    """Where the stand-ins are.
+    """The paths of the stand-ins.
 
     Attributes:
         cann (str): The folder that stands for CANN's toolkit.
         libraries (str): The folder with its libraries.
         cores (str): The library that every process on the backend loads first.
-        soc (str): The library that tells MindSpore which NPU this is.
-        python (str): The folder with CANN's Python package, of which MindSpore asks the version.
+        soc (str): The library that reports the model of the NPU to MindSpore.
+        python (str): The folder with CANN's Python package, whose version MindSpore reads.
     """
 
     cann: str
@@ -175,16 +175,16 @@ class StandIns(NamedTuple):
 
 def return_0(functions: Iterable[str]) -> str:
     """Returns the C source of functions that return 0."""
-    # Weak: a function of the same name in another source takes its place.
+    # Weak: a function of the same name in another source replaces it.
     return "".join(f"__attribute__((weak)) long {name}(void) {{ return 0; }}\n" for name in functions)
 
 
 def stand_ins(more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]], str] = return_0) -> StandIns:
-    """Returns the stand-ins for the installed MindSpore; builds them if the cache does not hold them.
+    """Returns the stand-ins for the installed MindSpore, building them if the cache lacks them.
 
     Args:
         more: C++ sources that define more of CANN's functions.
-        rest: Makes the C source of the functions that no source defines, from the names of all functions.
+        rest: Returns the C source of the functions that no source defines, given the names of all functions.
 
     Raises:
         InstallationError: MindSpore, its Ascend plugin, a C++ compiler or binutils is missing, or the compiler fails.
@@ -206,11 +206,11 @@ def stand_ins(more: Sequence[pathlib.Path] = (), rest: Callable[[Iterable[str]],
 
 
 def built_once(name: str, made_from: Iterable[bytes], build: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """Returns a folder of the cache, built if it is not there; several processes may ask at once.
+    """Returns a folder of the cache, building it if it is missing; several processes may call this at once.
 
     Args:
-        name: How its name begins.
-        made_from: All that it is built from; another content is another folder.
+        name: Prefix of its name.
+        made_from: All its sources; other contents give another folder.
         build: Fills an empty folder.
     """
     checksum = hashlib.sha256(b"\0".join(made_from)).hexdigest()[:12]
@@ -263,13 +263,13 @@ def _build(
         path.mkdir(parents=True)
     # MindSpore 2.7 looks for the libraries beside the folder called latest.
     (folder / "cann/lib64").symlink_to("latest/lib64")
-    # MindSpore asks for the version of this Python package of CANN; te, the other one, it would use, and does without.
+    # MindSpore reads the version of this Python package of CANN; the other one, te, is optional.
     (folder / "python/hccl/__init__.py").touch()
     (folder / "python/hccl/sys_version.py").write_text('__sys_version__ = "8.5.0"\n')
-    # What MindSpore compiles to call a custom operator includes this header and needs nothing in it but integers.
+    # MindSpore's code that calls a custom operator includes this header and needs only integers from it.
     (folder / "cann/latest/include/acl").mkdir(parents=True)
     (folder / "cann/latest/include/acl/acl_base.h").write_text("#include <stddef.h>\n#include <stdint.h>\n")
-    # The kernels that come with MindSpore look there for the sizes by which they plan.
+    # MindSpore's own kernels read the sizes for their plans there.
     (folder / "cann/latest/x86_64-linux/data/platform_config").mkdir(parents=True)
     (folder / "cann/latest/x86_64-linux/data/platform_config/Ascend910B1.ini").write_text(_CHIP)
     needs = plugin_needs(mindspore)

@@ -1,8 +1,8 @@
-"""The tensors that a training step keeps for its backward, layer by layer, and those it computes again instead.
+"""The tensors that a training step keeps for its backward, layer by layer, and those that it recomputes instead.
 
-What is kept was read from the optimized graphs that MindSpore makes of MindFormers' legacy Llama (2.9.0 and 1.9.0): the
-outputs of forward operators that an operator of the backward takes. tests/plan counts them again and compares. For
-other models the same rules are arithmetic, and nothing more.
+The kept tensors were read from MindSpore's optimized graphs of MindFormers' legacy Llama (2.9.0 and 1.9.0): the
+outputs of forward operators that an operator of the backward takes. tests/run/plan counts them again and compares. For
+other models the same rules are mere arithmetic.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ _QUERIES = ("wq", "wk", "wv", "w_qkv", "wq_down", "wkv_down")
 _LATENTS = ("wq_up", "wkv_up")
 _GATES = ("w1", "w3", "w_gate_hidden")
 _EXPERTS = ("weight1", "weight2")
-# What select_recompute: True means in MindFormers' legacy models.
+# The meaning of select_recompute: True in MindFormers' legacy models.
 _SELECTED = (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu")
 
 
 class Recomputation(NamedTuple):
-    """What is computed again in the backward.
+    """The operators that the backward recomputes.
 
     Attributes:
-        layers (frozenset of int): Layers of which only the input is kept.
-        operators (dict): A pattern of a path below a layer -> the other layers in which it is computed again.
+        layers (frozenset of int): Layers that keep only their input.
+        operators (dict): Pattern of a path below a layer -> the other layers in which it is recomputed.
     """
 
     layers: "frozenset[int]"
     operators: Dict[str, "frozenset[int]"]
 
     def skips(self, layer: int, path: str) -> bool:
-        """Returns whether what the operator at ``path`` below a layer makes is computed again, and not kept."""
+        """Returns whether the output of the operator at ``path`` below a layer is recomputed instead of kept."""
         return any(layer in layers and _matches(pattern, path) for pattern, layers in self.operators.items())
 
 
@@ -47,7 +47,7 @@ NOTHING_RECOMPUTED = Recomputation(frozenset(), {})
 
 
 def read_recomputation(yaml: YamlRun, division: Division, count: int) -> Recomputation:
-    """Returns what a YAML's recompute_config asks for a model of ``count`` layers.
+    """Returns the recomputation of a YAML's recompute_config for a model of ``count`` layers.
 
     Raises ConfigError if a value is neither True, False nor a list that suits the stages of the pipeline.
     """
@@ -86,7 +86,7 @@ def _layers(value: Any, key: str, division: Division, count: int, by_index: bool
 
 
 def _by_stage(value: Any) -> Optional[List[Any]]:
-    """Returns how many layers each stage recomputes; with interleaving, the sums over its chunks."""
+    """Returns the number of layers that each stage recomputes; with interleaving, summed over its chunks."""
     if not isinstance(value, (list, tuple)) or not value:
         return None
     if _are_numbers(value):
@@ -101,7 +101,7 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Returns whether each part of a pattern matches a part of ``path`` from its beginning, as MindFormers compares."""
+    """Returns whether each part of a pattern matches a part of ``path`` from its beginning, as in MindFormers."""
     parts: Tuple[str, ...] = tuple(re.split(r"\\?\.(?![*+?])", pattern))
     names = path.split(".")
     return len(parts) <= len(names) and all(re.fullmatch(part, name) for part, name in zip(parts, names))
@@ -111,9 +111,9 @@ class Kept(NamedTuple):
     """A tensor of ``size`` bytes on one device that is kept for the backward.
 
     Attributes:
-        path (str): The operator that makes it, below its layer.
+        path (str): The operator that computes it, below its layer.
         size (int): Its bytes on one device.
-        instead (int): Bytes of what is kept in its place if that operator is recomputed.
+        instead (int): Bytes kept in its place if that operator is recomputed.
     """
 
     path: str
@@ -123,17 +123,17 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the tensors of a layer are made of, on one device.
+    """The sizes of a layer's tensors on one device.
 
     Attributes:
         tokens (int): Tokens of a micro-batch.
-        outside (int): Tokens outside of the products, where sequence parallelism divides them.
+        outside (int): Tokens outside the products, where sequence parallelism divides them.
         hidden (int): Width of the residual stream.
         queries, keys (int): Width of q and of k, v.
-        attended (int): Width of what attention gives to its output projection.
+        attended (int): Width of the input of attention's output projection.
         heads (int): Query heads.
         inner (int): Width of the feed-forward network.
-        repeats (bool): Whether k and v are repeated for the heads that share them, where attention is not fused.
+        repeats (bool): Whether k and v are repeated for the heads that share them, without fused attention.
     """
 
     tokens: int
@@ -169,14 +169,14 @@ def _any_trained(weights: Iterable[Weight]) -> bool:
 
 
 def _inner(run: Run) -> int:
-    """Returns the width of the widest feed-forward network; of experts, all that a token goes to count together."""
+    """Returns the width of the widest feed-forward network; for experts, the sum over a token's experts."""
     expert = next((size[2] for path, size in run.experts.items() if role_of(path) == "weight2"), 0)
     widths = {"shared_experts" in path: size[1] for path, size in run.linear.items() if role_of(path) == "w2"}
     return max(widths.get(False, 0), widths.get(True, 0) + run.chosen_experts * expert)
 
 
 class Activations:
-    """What each layer of a run keeps."""
+    """The tensors that each layer of a run keeps."""
 
     def __init__(self, run: Run, weights: List[Weight]):
         self.run = run
@@ -200,12 +200,12 @@ class Activations:
             self.weights.setdefault(-1 if layer is None else layer, []).append(weight)
 
     def computes_in_float32(self) -> bool:
-        """Returns whether attention does, in products and softmax."""
+        """Returns whether attention computes products and softmax in float32."""
         return self.run.compute_dtype == self.run.dtype("softmax_compute_type", "float32") == "float32"
 
     @property
     def layer_input(self) -> int:
-        """Bytes of what a layer takes in."""
+        """Bytes of a layer's input."""
         return self.compute * self.sizes.outside * self.sizes.hidden
 
     def first_trained(self) -> int:
@@ -222,7 +222,7 @@ class Activations:
         return sum(self.layer_tensors(layer, recomputation).kept)
 
     def whole_layer(self, layer: int) -> int:
-        """Returns the bytes that a layer keeps if nothing of it is recomputed."""
+        """Returns the bytes that a layer keeps without recomputation."""
         return sum(self.layer_tensors(layer, NOTHING_RECOMPUTED).made)
 
     def head(self) -> int:
@@ -236,7 +236,7 @@ class Activations:
         return total
 
     def masks(self) -> int:
-        """Returns the bytes of what all layers share: the mask and the angles of the rotary embedding."""
+        """Returns the bytes of shared tensors: the mask and the angles of the rotary embedding."""
         length = self.run.seq_length
         mask = 0
         if self.fuses_attention or self.recomputes_scores:
@@ -249,7 +249,7 @@ class Activations:
 
     @property
     def logits(self) -> Tuple[int, int]:
-        """Bytes of the logits in float32, and in the compute dtype; of those that are made at a time."""
+        """Bytes of the logits computed at a time, in float32 and in the compute dtype."""
         vocabulary = self.run.outputs
         division = self.run.division
         parts = 1 if division.whole_vocabulary or vocabulary % division.model else division.model
@@ -260,39 +260,39 @@ class Activations:
 
     @property
     def loss(self) -> LossTensors:
-        """The tensors of the logits' shape that the loss makes."""
+        """The tensors of the logits' shape in the loss."""
         fuses = not self.run.yaml.on_cpu and self.run.yaml.at("context.jit_config.jit_level") == "O1"
         return loss_tensors(self.is_legacy, fuses, self.run.piece is not None)
 
     @property
     def beside_logits(self) -> int:
-        """Bytes of what the loss keeps beside logits: the gradient of what the head takes, where it is in pieces."""
+        """Bytes that the loss keeps beside logits: the gradient of the head's input, if the loss is in pieces."""
         if self.run.piece is None:
             return 0
-        # Those of the pieces, and all of them joined.
+        # The gradients of the pieces, and all of them joined.
         total = 2 * self.of_hidden
-        # The sum over the pieces, and the product of one, in float32.
+        # The sum over the pieces, and the product of one piece, in float32.
         return total + (2 * 4 * self.run.rows_of_head * self.sizes.hidden if self.run.trains_head else 0)
 
     @property
     def of_hidden(self) -> int:
-        """Bytes of the gradient of what the head takes, where it is in pieces; else 0."""
+        """Bytes of the gradient of the head's input, if the loss is in pieces; otherwise 0."""
         return self.compute * self.run.tokens_of_head * self.sizes.hidden if self.run.piece else 0
 
     @property
     def inside_of_layer(self) -> Tuple[int, int]:
-        """Bytes of the gradients in a layer where they take most: of its output, and of what its w2 takes."""
+        """Bytes of the gradients at a layer's peak: of its output, and of the input of its w2."""
         return self.layer_input, self.compute * self.sizes.tokens * self.sizes.inner
 
     @property
     def decoded(self) -> int:
-        """Bytes that decoding a 4-bit weight takes: two copies in float32, neither of which a CPU's operator makes."""
+        """Bytes for decoding a 4-bit weight: two copies in float32, which the CPU's operator does not need."""
         if self.run.yaml.on_cpu:
             return 0
         return max((2 * 4 * weight.count for weight in self.run.weights if weight.dtype == "uint8"), default=0)
 
     def layer_tensors(self, layer: int, recomputation: Recomputation) -> LayerTensors:
-        """Returns what a layer makes for its backward, and what it keeps until then."""
+        """Returns the tensors that a layer computes for its backward, and those that it keeps until then."""
         if layer < self.first_trained():
             return LayerTensors((), ())
         made = tuple(self.tensors(layer))
@@ -303,12 +303,12 @@ class Activations:
         return LayerTensors(sizes, tuple(skipped))
 
     def tensors(self, layer: int) -> Iterator[Kept]:
-        """Yields what a layer keeps if nothing of it is recomputed."""
+        """Yields the tensors that a layer keeps without recomputation."""
         by_leaf: Dict[str, List[Weight]] = {}
         for weight in self.weights.get(layer, []):
             by_leaf.setdefault(weight.role, []).append(weight)
         trained = {leaf for leaf, weights in by_leaf.items() if _any_trained(weights)}
-        # Gradients flow only to what lies behind the first trained parameter.
+        # Gradients flow only to layers behind the first trained parameter.
         before = layer > self.first_trained()
         queries = before or bool(trained.intersection(("attention_norm", *_QUERIES, *_LATENTS)))
         attended = queries or "wo" in trained
@@ -325,7 +325,7 @@ class Activations:
         yield from self._inputs("ffn_norm.rcast", "feed_forward", _GATES, by_leaf)
         if gates:
             yield from self._feed_forward()
-        # What w2 takes was reshaped after feed_forward.mul: that stays, even if mul is recomputed.
+        # The input of w2 is reshaped after feed_forward.mul: it stays, even if mul is recomputed.
         yield from self._inputs("feed_forward.w2.reshape", "feed_forward", ("w2",), by_leaf)
         for leaf in _EXPERTS:
             yield from self._inputs(f"mlp.experts.{leaf}", "mlp.experts", (leaf,), by_leaf)
@@ -339,13 +339,13 @@ class Activations:
             if self.has_cpu_operators:
                 yield Kept(path, kept)
                 return
-            # The legacy models' fused one casts again in the backward; the others keep what they cast.
+            # The legacy models' fused one casts again in the backward; the others keep the cast copy.
             casts_again = self.fuses_norms and self.is_legacy
             yield Kept(f"{path}.cast", kept if casts_again else tokens * hidden * self.norm, kept)
             yield Kept(f"{path}.rsqrt", tokens * (4 if self.fuses_norms else self.norm))
 
     def _head_norms(self, by_leaf: Dict[str, List[Weight]]) -> Iterator[Kept]:
-        """Yields what the norms of each head's q and k keep, which Qwen3 has: what they cast to their dtype."""
+        """Yields the tensors that Qwen3's norms of each head's q and k keep: their inputs, cast to their dtype."""
         head_size = self.run.attention.queries // self.run.attention.heads
         for leaf, width in (("q_layernorm", self.sizes.queries), ("k_layernorm", self.sizes.keys)):
             if any(weight.shape == (head_size,) for weight in by_leaf.get(leaf, [])):
@@ -375,14 +375,14 @@ class Activations:
     def _feed_forward(self) -> Iterator[Kept]:
         size = self.compute * self.sizes.tokens * self.sizes.inner
         yield Kept("feed_forward.w1.matmul", size)
-        # What silu makes is reshaped too.
+        # The output of silu is reshaped too.
         yield Kept("feed_forward.w1.reshape", size)
         yield Kept("feed_forward.w3.matmul", size)
 
     def _inputs(
         self, path: str, parent: str, leaves: Tuple[str, ...], by_leaf: Dict[str, List[Weight]]
     ) -> Iterator[Kept]:
-        """Yields what cells with the same input keep: the input once, and what each cell's adapter makes of it."""
+        """Yields the tensors that cells with the same input keep: the input once, and those of each cell's adapter."""
         drops = bool(self.run.lora and self.run.lora.lora_dropout)
         shared = False
         for leaf in leaves:
@@ -391,7 +391,7 @@ class Activations:
             width = self._input_width(leaf)
             needs_input = any(self._reads_input(weight) for weight in weights)
             if adapter and drops and not self.run.yaml.on_cpu:
-                # MindSpore's Dropout keeps its mask, one bit for each element, and what it lets through.
+                # MindSpore's Dropout keeps its mask, one bit per element, and its output.
                 yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width * self.compute)
                 yield Kept(f"{parent}.{leaf}.dropout", self.sizes.tokens * width // 8)
                 needs_input = any(not weight.adapter and weight.part == "weight" for weight in weights)
@@ -403,7 +403,7 @@ class Activations:
                 yield Kept(f"{parent}.{leaf}.low_rank", self.compute * self.sizes.tokens * rank * copies)
             norms = [weight for weight in adapter if self.run.lora and weight.part == self.run.lora.variant.row_norms]
             if norms:
-                # The gradient of a row's norm is that of a factor of the cell's output.
+                # The gradient of a row's norm needs the cell's output, of which it is a factor.
                 rows = max(weight.shape[0] for weight in norms)
                 yield Kept(f"{parent}.{leaf}.mul", self.compute * self.sizes.tokens * rows)
         if shared:
@@ -419,7 +419,7 @@ class Activations:
         return {"wo": self.sizes.attended, "w2": self.sizes.inner, **self.widths}.get(leaf, self.sizes.hidden)
 
     def _casts(self, by_leaf: Dict[str, List[Weight]], needed: Dict[str, bool], gates_need: bool) -> Iterator[Kept]:
-        """Yields the copies in the compute dtype of parameters that are stored in another one, and TrainedRead's."""
+        """Yields compute-dtype copies of parameters that are stored in another dtype, and TrainedRead's copies."""
         for leaf, weights in by_leaf.items():
             for weight in weights:
                 factor = weight.adapter and self.run.lora is not None and weight.part in self.run.lora.variant.factors

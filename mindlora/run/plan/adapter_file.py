@@ -23,10 +23,10 @@ _HASH = "0" * 16
 
 
 def adapter_file_size(run: Run) -> Optional[int]:
-    """Returns the bytes of adapter_model.safetensors as PEFT's folder has it, or None if there is no telling.
+    """Returns the bytes of adapter_model.safetensors in PEFT's folder, or None if they cannot be predicted.
 
-    A run without an adapter saves none, AdaLoRA saves the ranks that training leaves, and the parts of a ChatGLM's
-    joined cells are saved as one, of a rank that depends on their values.
+    A run without an adapter saves none, AdaLoRA saves the ranks that remain after training, and the parts of a
+    ChatGLM's joined cells are saved as one pair, whose rank depends on their values.
     """
     if run.lora is None or run.selection is None or not run.lora.variant.in_files or _joins_parts(run):
         return None
@@ -35,7 +35,7 @@ def adapter_file_size(run: Run) -> Optional[int]:
     entries: List[_Entry] = []
     modules = peft.module_paths([path for path in adapted if path in run.experts])
     for cell in run.selection.cells.values():
-        # Under the joined cell's path, under which the ranks were given.
+        # Under the joined cell's path, for which the ranks were given.
         rank = saved.for_cell(cell.prefix).lora_rank
         if cell.prefix in modules:
             pair = saved.variant.part_shapes(cell.layout, cell.shape, rank)
@@ -57,20 +57,20 @@ def adapter_file_size(run: Run) -> Optional[int]:
 
 
 def _stacked_entries(module: str, parts: Dict[str, Shape], lora: LoraConfig) -> List[_Entry]:
-    """Returns the entries of a stacked pair, whose experts PEFT has side by side."""
+    """Returns the entries of a stacked pair, whose experts are side by side in PEFT's layout."""
     (experts, rank, columns), (_, rows, _) = parts["A"], parts["B"]
     flat = {"A": (experts * rank, columns), "B": (rows, experts * rank)}
     return [_entry(module, part, shape, lora) for part, shape in flat.items()]
 
 
 def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
-    """Returns path -> (out, in) of the cells that PEFT knows in the place of the one at ``path``."""
+    """Returns path -> (out, in) of PEFT's cells for the one at ``path``."""
     joined = run.architecture.joined_cell(path)
     members = run.architecture.joined_parts(path)
     if joined is None or run.architecture.in_hugging_face(path):
         return {path: shape}
     attention = run.attention
-    # Only the size of a head tells the rows of q from those of k and v, and only the cache those of a latent.
+    # Only the size of a head separates the rows of q from those of k and v, and only the cache those of a latent.
     head_dim = attention.queries // attention.heads
     first = shape[0] - attention.cached if attention.latent else None
     group = joined.layout.sizes(shape[0], HeadSizes(None, attention.keys // head_dim, head_dim, first))
@@ -79,7 +79,7 @@ def _split_cells(run: Run, path: str, shape: Shape) -> Dict[str, Shape]:
 
 
 def _joins_parts(run: Run) -> bool:
-    """Returns whether the file has one pair where the network has several: the parts of a ChatGLM's joined cells."""
+    """Returns whether the file has one pair for several of the network's: the parts of a ChatGLM's joined cells."""
     joined = filter(None, map(run.architecture.joined_path, run.adapted))
     return any(map(run.architecture.in_hugging_face, joined))
 
@@ -96,7 +96,7 @@ def _tied_heads(run: Run, weight: Weight) -> List[str]:
 
 def _header(run: Run) -> Dict[str, str]:
     fingerprint = {"shapes": _HASH, "values": _HASH}
-    # The matrices under the adapters, 4-bit ones included. Stacked weights are adapted each by its own path.
+    # The matrices under the adapters, including 4-bit ones. Each stacked weight is adapted under its own path.
     base = [weight for weight in run.weights if not weight.adapter and len(weight.shape) > 1]
     adapted = set(run.adapted)
     dtypes = {weight.dtype for weight in base if {weight.path, weight.name, *_tied_heads(run, weight)} & adapted}

@@ -1,4 +1,4 @@
-"""What else could be done: other numbers of devices, the smallest change with which a run fits, longer rows."""
+"""Alternatives for a run: other numbers of devices, the smallest change with which it fits, longer rows."""
 
 import dataclasses
 import re
@@ -14,29 +14,29 @@ from mindlora.run.plan.run import Run, read_run
 from mindlora.run.plan.units import GIB
 from mindlora.run.yaml_run import WRAPPER
 
-# What is left for what is not counted: on a CPU for the frameworks, the compiled graph and buffers that live longer; of
-# an NPU, the sixteenth that MindSpore leaves to communication and the runtime where the YAML does not say otherwise.
+# Memory left for uncounted use: on a CPU for the frameworks, the compiled graph and buffers that live longer; of
+# an NPU, the sixteenth that MindSpore leaves to communication and the runtime by default.
 _LEFT_ON_CPU = 1 / 10
 _LEFT_ON_NPU = 1 / 16
 _LIMIT = "context.max_device_memory"
-# The longest row is a multiple of the first, and where the model says nothing, at most the second.
+# The longest row is a multiple of the first, and without a limit of the model, at most the second.
 _TOKENS, _MOST_POSITIONS = 256, 2**17
 Keys = Dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a run needs on each of a number of devices, divided in several ways.
+    """The bytes that a run needs on each of a number of devices, divided in several ways.
 
     Attributes:
-        devices (int): How many devices.
-        data (int): Bytes with data parallelism: each has rows of its own, and everything else whole.
+        devices (int): Number of devices.
+        data (int): Bytes with data parallelism: each has its own rows, and everything else undivided.
         optimizer (int): Bytes with optimizer parallelism: parameters are divided too, and gathered where they are used;
             None if they cannot be.
         model (int): Bytes with model parallelism: each layer is divided; None if it cannot be.
-        yaml (int): Bytes if layers are divided as parallel_config says, and the rows among what remains; None if the
-            devices cannot be divided so, or parallel_config divides no layer.
-        notes (tuple of str): Why something is None.
+        yaml (int): Bytes if layers are divided by parallel_config, and the rows among the remaining devices; None if
+            the devices cannot be divided so, or parallel_config divides no layer.
+        notes (tuple of str): Reasons for fields that are None.
     """
 
     devices: int
@@ -89,7 +89,7 @@ def _layout(run: Run, count: int) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One change in words, or several together, with the bytes that the run then needs on a device."""
+    """A description of one or more changes, with the bytes that the run then needs on a device."""
 
     change: str
     needed: int
@@ -102,7 +102,7 @@ class LongestRow(NamedTuple):
     Attributes:
         batch_size (int): Rows on each device at a time.
         seq_length (int): Their tokens, a multiple of 256; 0 if no row fits.
-        is_the_models (bool): Whether it is the model that has no more positions.
+        is_the_models (bool): Whether the model's positions are the limit.
     """
 
     batch_size: int
@@ -116,12 +116,12 @@ class Fit:
 
     Attributes:
         memory (int): Bytes of a device.
-        usable (int): What of it the plan fills.
-        reason (str): Why no more, in words.
+        usable (int): The part of it that the plan fills.
+        reason (str): Why it fills no more.
         tried (tuple of Trial): The changes in the order in which they were tried; the last one fits, if any does.
-        lines (str): What to change in the YAML so that the last one is made; empty if nothing is to change or none
+        lines (str): The YAML's lines for the last change; empty if no change is needed or none
             fits.
-        longest_rows (tuple of LongestRow): With the YAML's batch_size, and with 1; none if the run does not train.
+        longest_rows (tuple of LongestRow): With the YAML's batch_size, and with 1; empty if the run does not train.
     """
 
     memory: int
@@ -141,7 +141,7 @@ class _Change(NamedTuple):
 def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
     """Returns whether a run fits a device of ``memory`` bytes, and the first change with which it would.
 
-    ``devices`` says on how many devices the run may be divided.
+    ``devices`` is the number of devices among which the run may be divided.
     """
     usable, reason = _usable(run, memory)
     longest = _longest_rows(run, usable)
@@ -158,7 +158,7 @@ def fit(run: Run, memory: int, devices: Sequence[int]) -> Fit:
             if trial.fits:
                 lines = str(yaml.safe_dump(change.keys, sort_keys=False, default_flow_style=False)).rstrip()
                 return Fit(memory, usable, reason, False, (*tried, trial), lines, longest)
-        # Where several variants do not fit, the last one needs least.
+        # If several variants do not fit, the last one needs least.
         tried += [trial] if trial else []
     return Fit(memory, usable, reason, False, tuple(tried), "", longest)
 
@@ -171,7 +171,7 @@ def _longest_rows(run: Run, usable: int) -> Tuple[LongestRow, ...]:
 
 def _longest_row(run: Run, batch_size: int, usable: int) -> LongestRow:
     positions = run.model.get("max_position_embeddings") or run.model.get("max_position_embedding")
-    # In units: what fits, and what does not.
+    # In units: a length that fits, and one that does not.
     fitting, too_long = 0, (positions or _MOST_POSITIONS) // _TOKENS + 1
     while fitting + 1 < too_long:
         middle = (fitting + too_long) // 2
@@ -183,7 +183,7 @@ def _longest_row(run: Run, batch_size: int, usable: int) -> LongestRow:
 
 
 def _usable(run: Run, memory: int) -> Tuple[int, str]:
-    """Returns the bytes of a device that a run can fill, and why no more."""
+    """Returns the bytes of a device that a run can fill, and why it fills no more."""
     if run.yaml.on_cpu:
         return int(memory * (1 - _LEFT_ON_CPU)), "a tenth is left for the frameworks and the compiled graph"
     asked = run.yaml.at(_LIMIT)
@@ -196,7 +196,7 @@ def _usable(run: Run, memory: int) -> Tuple[int, str]:
 
 
 def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
-    """Yields the changes in order; of several variants in a step, the first that fits counts."""
+    """Yields the changes in order; the first of several variants in a step that fits counts."""
     recompute = _recomputation(run)
     batches = _batches(run)
     quantized = _quantization(run)
@@ -217,9 +217,9 @@ def _ladder(run: Run, devices: Sequence[int]) -> Iterator[List[_Change]]:
 
 
 def data_parallel(run: Run) -> List[Keys]:
-    """Returns the keys of mindlora's train step on each device, for a run whose devices share nothing but the rows.
+    """Returns the keys of mindlora's train step on each device, for a run whose devices share only the rows.
 
-    It makes no logits of all tokens, where the run makes them. Of any other run: nothing.
+    It avoids computing the logits of all tokens. Empty for other runs.
     """
     division = run.division
     if not run.head.run:
@@ -240,7 +240,7 @@ def _recomputation(run: Run) -> List[_Change]:
 
 
 def _batches(run: Run) -> List[_Change]:
-    """Returns smaller batches with as many more micro-batches, so that a step has as many rows as before."""
+    """Returns smaller batches with correspondingly more micro-batches, so that a step keeps its number of rows."""
     size = run.yaml.setting("runner_config.batch_size")
     changes = []
     factor = 2
@@ -249,7 +249,7 @@ def _batches(run: Run) -> List[_Change]:
         words = f"batch_size {size // factor}, gradient_accumulation_steps {steps}"
         keys: Keys = {"runner_config": {"batch_size": size // factor, "gradient_accumulation_steps": steps}}
         if not run.division.sharded:
-            # What accumulates alone and in data parallel is mindlora's train step.
+            # mindlora's train step accumulates on one device and in data parallel.
             if run.yaml.train_step != WRAPPER:
                 keys["runner_wrapper"] = {"type": WRAPPER}
             if run.yaml.at("train_dataset.drop_remainder") is not True:

@@ -12,23 +12,23 @@ _SMALLEST_SHARD = 64 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How many devices there are, and what each has.
+    """The number of devices, and the share of each.
 
     Attributes:
-        data (int): Devices, or groups of them, with rows of their own.
+        data (int): Devices, or groups of them, with their own rows.
         model (int): Devices that share each layer (model_parallel).
-        pipeline (int): Devices that have layers of their own (pipeline_stage).
+        pipeline (int): Devices with their own layers (pipeline_stage).
         context (int): Devices that share the tokens of a row (context_parallel).
         micro_batches (int): Micro-batches in the pipeline (micro_batch_num).
-        sharded (bool): Whether parallel_mode is one in which MindSpore divides cells.
+        sharded (bool): Whether MindSpore divides cells in this parallel_mode.
         optimizer (bool): Whether parameters are divided among the data-parallel devices, and gathered where they are
             used (enable_parallel_optimizer).
-        gathers_again (bool): Whether they are gathered again in the backward, and not kept
+        gathers_again (bool): Whether they are gathered again in the backward instead of kept
             (parallel_optimizer_comm_recompute).
-        sequence (bool): Whether model-parallel devices share the tokens outside of the products (use_seq_parallel).
+        sequence (bool): Whether model-parallel devices share the tokens outside the products (use_seq_parallel).
         whole_vocabulary (bool): Whether each has the whole embedding and output head (vocab_emb_dp).
         experts (int): Devices that share a layer's routed experts, each with some of them (expert_parallel).
-        offset (tuple of int): How many layers more than the others each stage has; empty for none.
+        offset (tuple of int): Additional layers of each stage; empty for none.
     """
 
     data: int = 1
@@ -46,7 +46,7 @@ class Division:
 
     @classmethod
     def of_yaml(cls, yaml: YamlRun) -> "Division":
-        """Returns the division that a YAML describes, the keys of which are as mindlora.run.checks wants them."""
+        """Returns the division of a YAML whose keys mindlora.run.checks has accepted."""
         if not yaml.in_parallel:
             return cls()
         data = yaml.setting("parallel_config.data_parallel")
@@ -77,30 +77,30 @@ class Division:
 
     @property
     def devices(self) -> int:
-        """How many devices there are in all."""
+        """The total number of devices."""
         return self.data * self.model * self.pipeline * self.context
 
     def problem(self, model: Mapping[str, Any]) -> Optional[str]:
-        """Returns in words why a model, as model_config describes it, cannot be divided in this way, or None."""
+        """Returns a sentence on why the model of a model_config cannot be divided in this way, or None."""
         numbers = (self.data, self.model, self.context, self.experts, self.pipeline)
         problems = undivided_by_devices(model, dict(zip(PARALLEL, numbers)), self.offset)
         return problems[0] if problems else None
 
     def layers(self, count: int, stage: int) -> range:
-        """Returns the numbers of the layers that a stage of the pipeline has, of ``count`` layers in all."""
+        """Returns the numbers of the layers in a stage of the pipeline, of ``count`` layers in total."""
         sizes = [count // self.pipeline + extra for extra in self.offset or (0,) * self.pipeline]
         begin = sum(sizes[:stage])
         return range(begin, begin + sizes[stage])
 
     def in_flight(self, stage: int) -> int:
-        """Returns how many micro-batches' activations a stage holds at a time, with a 1F1B schedule."""
+        """Returns the number of micro-batches whose activations a stage holds at a time, in a 1F1B schedule."""
         return min(self.micro_batches, self.pipeline - stage)
 
     def part_of(self, leaf: str, part: str, shape: Tuple[int, ...]) -> int:
-        """Returns into how many parts model parallelism or expert parallelism divides a parameter.
+        """Returns the number of parts into which model or expert parallelism divides a parameter.
 
         ``leaf`` ends the path of its cell, under the legacy model's names; ``part`` is "weight", "bias", "A" or
-        "B", or of routed experts "weight1" or "weight2".
+        "B", or for routed experts "weight1" or "weight2".
         """
         if leaf == "tok_embeddings" and part == "A":
             # Only mcore models take an adapter on an embedding that is divided; it is divided as its table is.
@@ -114,11 +114,11 @@ class Division:
         return self.model if leaf in _BY_ROWS and part in ("weight", "bias", "B") else 1
 
     def shards_of(self, leaf: str, size: int, rows: int) -> int:
-        """Returns into how many parts optimizer parallelism divides a parameter.
+        """Returns the number of parts into which optimizer parallelism divides a parameter.
 
-        Bytes and rows are those on a device; ``leaf`` is as in part_of.
+        Bytes and rows are per device; ``leaf`` is as in part_of.
         """
-        # MindFormers takes the embedding out of it, and experts that are divided already have no replica left.
+        # MindFormers excludes the embedding, and experts that are already divided have no replica left.
         if leaf in _EXPERTS and self.experts > 1:
             return 1
         if not self.optimizer or size < _SMALLEST_SHARD or rows % self.data or leaf == "tok_embeddings":

@@ -1,23 +1,23 @@
-"""What MindSpore's memory pool holds beside the tensors of a step: the holes that no tensor fits into."""
+"""Fragments in MindSpore's memory pool: the holes beside the tensors of a step into which no tensor fits."""
 
 import bisect
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.run.plan.units import GIB
 
-# The tensors of the logits' shape that MindFormers' loss makes and gives back, in the order of its operators.
+# The tensors of the logits' shape that MindFormers' loss allocates and frees, in the order of its operators.
 #
 # They are read from MindSpore's memory tracker (MS_ALLOC_CONF=memory_tracker:True) on its own Ascend backend, which
-# names the operator that makes each tensor, and when it is given back.
+# names the operator that computes each tensor, and when it is freed.
 
 
 class Made(NamedTuple):
-    """A tensor that an operator makes, and the tensors that nothing takes after it.
+    """A tensor that an operator computes, and the tensors whose last use this is.
 
     Attributes:
-        name (str): What it holds.
-        last_for (tuple of str): Names of the tensors that are given back then, itself perhaps.
-        in_16_bits (bool): Whether it is in the compute dtype, and not in float32.
+        name (str): Its content.
+        last_for (tuple of str): Names of the tensors that are freed then, possibly itself.
+        in_16_bits (bool): Whether it is in the compute dtype rather than in float32.
     """
 
     name: str
@@ -26,13 +26,13 @@ class Made(NamedTuple):
 
 
 class LossTensors(NamedTuple):
-    """What a loss makes before the layers, because it needs the labels alone, and after them."""
+    """The tensors that a loss computes before the layers, from the labels alone, and after them."""
 
     before: Tuple[Made, ...]
     after: Tuple[Made, ...]
 
     def widest(self, whole: int, in_16_bits: int) -> int:
-        """Returns the most bytes that are held at a time, of tensors of ``whole`` bytes, or ``in_16_bits``."""
+        """Returns the peak bytes of tensors of ``whole`` bytes, or ``in_16_bits``."""
         held = {}
         widest = 0
         for made in (*self.before, *self.after):
@@ -107,7 +107,7 @@ _MCORE_FUSED = LossTensors(
 )
 
 
-# Where LabelLosses takes the place of MindFormers' loss, they are those of a piece.
+# If LabelLosses replaces MindFormers' loss, these are the tensors of a piece.
 _IN_PIECES = LossTensors(
     (),
     (
@@ -130,12 +130,12 @@ def loss_tensors(is_legacy: bool, fuses: bool, in_pieces: bool = False) -> LossT
     return _MCORE_FUSED if fuses else _MCORE
 
 
-# MindSpore's pool of device memory: which block a tensor gets, and what of the blocks has ever been reached.
+# MindSpore's pool of device memory: the block of each tensor, and how much of the blocks has ever been used.
 #
-# The rules are those of MindSpore's dynamic memory pool: a tensor gets the smallest hole that it fits into, and where
-# it fits into none, a block of 2 GiB (mindspore.runtime.set_memory: increase_size), or 4, 8 and so on if it is larger.
-# Holes side by side in a block become one, and blocks are not given back. A block of 1 GiB is for parameters
-# alone; those that do not fit into it lie among the other tensors.
+# The rules are those of MindSpore's dynamic memory pool: a tensor gets the smallest hole that it fits into, and if
+# it fits into none, a block of 2 GiB (mindspore.runtime.set_memory: increase_size), or 4, 8 and so on for larger ones.
+# Adjacent holes in a block become one, and blocks are not released. A block of 1 GiB is for parameters
+# alone; parameters that do not fit into it lie among the other tensors.
 
 _BLOCK = 2 * GIB
 _OF_PARAMETERS = GIB
@@ -143,7 +143,7 @@ _ALIGNMENT = 512
 
 
 class Piece(NamedTuple):
-    """A piece of a block: where it begins, and its bytes."""
+    """A piece of a block: its beginning and its bytes."""
 
     block: int
     begin: int
@@ -151,29 +151,29 @@ class Piece(NamedTuple):
 
 
 class MemoryPool:
-    """A pool from which tensors are taken, and to which they are given back.
+    """A pool in which tensors are allocated and freed.
 
     Attributes:
-        used (int): Bytes of the tensors that are held.
-        used_peak (int): The most that this was: MindSpore's "used peak memory usage (without fragments)".
+        used (int): Bytes of the allocated tensors.
+        used_peak (int): The peak of ``used``: MindSpore's "used peak memory usage (without fragments)".
     """
 
     def __init__(self) -> None:
         self.used = self.used_peak = 0
         self._parameters = 0
         self._reached: List[int] = []
-        # The holes by their size, by where they begin and by where they end.
+        # The holes by size, by beginning and by end.
         self._by_size: List[Tuple[int, int, int]] = []
         self._beginning: Dict[Tuple[int, int], Piece] = {}
         self._ending: Dict[Tuple[int, int], Piece] = {}
 
     @property
     def actual_peak(self) -> int:
-        """How far into its blocks tensors have reached: MindSpore's "actual peak memory usage (with fragments)"."""
+        """The extent of its blocks that tensors have used: MindSpore's "actual peak memory usage (with fragments)"."""
         return self._parameters + sum(self._reached)
 
     def keep(self, size: int) -> None:
-        """Takes what a parameter of ``size`` bytes needs, which is never given back."""
+        """Allocates a parameter of ``size`` bytes, which is never freed."""
         size = _aligned(size)
         if self._parameters + size > _OF_PARAMETERS:
             self.take(size)
@@ -198,7 +198,7 @@ class MemoryPool:
         return Piece(hole.block, hole.begin, size)
 
     def give_back(self, piece: Piece) -> None:
-        """Takes a piece back, and joins it with the holes beside it."""
+        """Frees a piece, and joins it with the holes beside it."""
         block, begin, size = piece
         self.used -= size
         before = self._ending.get((block, begin))
@@ -221,7 +221,7 @@ class MemoryPool:
         return Piece(len(self._reached) - 1, 0, block)
 
     def _add(self, hole: Piece) -> None:
-        # Among equal holes, the one at the lowest address is taken: that of the newest block, which lies lowest.
+        # Among equal holes, the one at the lowest address is taken: the newest block's, which lies lowest.
         bisect.insort(self._by_size, (hole.size, -hole.block, hole.begin))
         self._beginning[hole.block, hole.begin] = hole
         self._ending[hole.block, hole.begin + hole.size] = hole
@@ -236,14 +236,14 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-# The first step leaves holes that the second one fills otherwise; the third is as the second.
+# The first step leaves holes that the second one fills differently; the third equals the second.
 _STEPS = 2
 
 
 class LayerTensors(NamedTuple):
-    """Bytes of the tensors that a layer makes for its backward, and of those that it keeps until then.
+    """Bytes of the tensors that a layer computes for its backward, and of those that it keeps until then.
 
-    If the layer is recomputed, it keeps its input alone, and makes the others again.
+    A recomputed layer keeps only its input, and computes the others again.
     """
 
     made: Tuple[int, ...]
@@ -251,18 +251,18 @@ class LayerTensors(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """The tensors of a step in the order in which they are made, in bytes.
+    """The tensors of a step in the order of their allocation, in bytes.
 
     Attributes:
         shared (tuple of int): Before the layers, until the step ends.
-        layers (list of LayerTensors): Of the stage, one after the other.
-        in_flight (int): Micro-batches that keep what the layers keep.
+        layers (list of LayerTensors): The stage's layers in order.
+        in_flight (int): Number of micro-batches whose layers' tensors are kept.
         head (int): Between the last layer and the loss.
-        loss (LossTensors): What the loss makes, or None on a device without the output head.
+        loss (LossTensors): The loss's tensors, or None on a device without the output head.
         logits (tuple of int): Bytes of the logits in float32 and in 16 bits; of a piece, if there are several.
-        gradients (tuple of int): In the backward of a layer, where they take most.
-        pieces (int): How often the loss makes its tensors.
-        of_hidden (int): Gradient of what the head takes, which a loss in pieces makes of as many pieces.
+        gradients (tuple of int): At their peak in the backward of a layer.
+        pieces (int): How often the loss computes its tensors.
+        of_hidden (int): Gradient of the head's input, which a loss in pieces assembles from its pieces.
     """
 
     shared: Tuple[int, ...]
@@ -287,7 +287,7 @@ def fragments_of(parameters: Sequence[int], step: StepTensors) -> int:
 
 
 def _take_step(pool: MemoryPool, step: StepTensors) -> None:
-    """Takes the tensors of a step from the pool, and gives all of them back."""
+    """Allocates the tensors of a step in the pool, and frees all of them."""
     loss = _Loss(pool, step)
     loss.make_before()
     shared = [pool.take(size) for size in step.shared]
@@ -326,11 +326,11 @@ class _Loss:
         self.held: Dict[str, Piece] = {}
 
     def make_before(self) -> None:
-        """Makes what the labels alone determine."""
+        """Allocates the tensors that depend on the labels alone."""
         self._make(self.tensors.before)
 
     def make_after(self) -> None:
-        """Makes the logits and what follows from them; nothing is left of it."""
+        """Allocates the logits and the tensors computed from them, and frees all of them."""
         of_pieces = []
         for _ in range(self.pieces):
             self._make(self.tensors.after)

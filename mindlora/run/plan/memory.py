@@ -15,7 +15,7 @@ EXACT = "exact"
 MODEL = "model, 15 %"
 ARITHMETIC = "arithmetic"
 SIMULATED = "simulated"
-# Optimizer -> (states of each trained parameter, whether they are float32 whatever the parameter is).
+# Optimizer -> (states of each trained parameter, whether they are float32 for any dtype of the parameter).
 OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
     "AdamW": (2, True),
     "PmaAdamW": (3, True),
@@ -29,7 +29,7 @@ OPTIMIZERS: Dict[str, Tuple[int, bool]] = {
     "SGD": (2, False),
     "sgd": (2, False),
 }
-# Bytes of a number in the checkpoint, where its dtype is not known: published bases are in bfloat16.
+# Bytes of a number in a checkpoint of unknown dtype: published bases are in bfloat16.
 _STORED = 2
 
 
@@ -44,11 +44,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What a run needs on one device.
+    """The needs of a run on one device.
 
     Attributes:
-        stage (int): The stage of the pipeline that needs most.
-        lines (tuple of Line): What is in memory at the widest point of a step.
+        stage (int): The stage of the pipeline with the largest needs.
+        lines (tuple of Line): The contents of memory at the peak of a step.
         kept_at_most (int): Bytes of the activations without recomputation.
         kept_at_least (int): Bytes of the activations if all layers are recomputed.
     """
@@ -65,13 +65,13 @@ class DeviceMemory:
 
     @property
     def used(self) -> int:
-        """The same without fragments."""
+        """The sum of the lines without fragments."""
         return sum(line.size for line in self.lines if line.basis != SIMULATED)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The parameters on one device, by what they are for."""
+    """The parameters on one device, by purpose."""
 
     base: int
     gathered: int
@@ -81,7 +81,7 @@ class Tensors:
 
 
 def memory_of(run: Run) -> DeviceMemory:
-    """Returns what a run needs on the device that needs most; raises LoraError if a setting of the YAML is wrong."""
+    """Returns the needs of a run on its most loaded device; raises LoraError if a setting of the YAML is wrong."""
     stages = [_stage(run, run.weights, stage) for stage in range(run.division.pipeline)]
     return max(stages, key=lambda memory: memory.total)
 
@@ -104,7 +104,7 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
     tensors = _tensors(run, of_stage)
     kind, states, is_float32 = optimizer_of(run)
     moments = f"{states} state{'s' * (states > 1)} of {kind}{' in float32' * is_float32}"
-    # How MindSpore divides parameters was not compared with anything.
+    # MindSpore's division of parameters was not compared with anything.
     exact = ARITHMETIC if run.division.divides_parameters else EXACT
     lines = [Line("base", tensors.base, exact)]
     if tensors.gathered:
@@ -143,13 +143,13 @@ def _stage(run: Run, weights: List[Weight], stage: int) -> DeviceMemory:
 
 
 def _step_lines(run: Run, activations: Activations, recomputation: Recomputation, stage: int) -> List[Line]:
-    """Returns what a step keeps for its backward, and what is held at its widest point beside that."""
+    """Returns the lines for tensors kept for the backward, and for those held beside them at the peak of a step."""
     kept = _kept(run, activations, recomputation, stage)
     lines = [Line(f"activations, {_described(recomputation, run.layers)}", kept, basis_of(run))]
     recomputed = [layer for layer in run.division.layers(run.layers, stage) if layer in recomputation.layers]
     layer = max((activations.whole_layer(layer) for layer in recomputed), default=0)
     is_last = stage == run.division.pipeline - 1
-    # Where a layer's gradients are made, what lies behind the layers has been given back.
+    # When a layer's gradients are computed, the tensors behind the layers have been freed.
     layer += activations.decoded
     layer = max(layer + sum(activations.inside_of_layer) - (activations.head() if is_last else 0), 0)
     loss = activations.loss.widest(*activations.logits) + activations.beside_logits if is_last else 0
@@ -160,7 +160,7 @@ def _step_lines(run: Run, activations: Activations, recomputation: Recomputation
 
 
 def basis_of(run: Run) -> str:
-    """Returns what the activations of a run rest on: those of the legacy Llama were counted, and Qwen3's on an NPU."""
+    """Returns the basis of a run's activations: those of the legacy Llama were counted, and Qwen3's on an NPU."""
     division = run.division
     plain = division.model * division.pipeline * division.context == 1 and not division.optimizer
     plain = plain and not (run.lora and run.lora.variant.allocates_ranks)
@@ -170,7 +170,7 @@ def basis_of(run: Run) -> str:
 
 
 def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weight]:
-    """Returns the parameters of a stage: its layers', on the first one the embedding, on the last one what follows."""
+    """Returns the parameters of a stage: its layers', and those before the first and behind the last layer."""
     layers = run.division.layers(run.layers, stage)
     last = run.division.pipeline - 1
 
@@ -178,7 +178,7 @@ def _weights_of_stage(run: Run, weights: List[Weight], stage: int) -> List[Weigh
         layer = layer_of(weight.path)
         if layer is not None:
             return layer in layers
-        # What VeRA's cells share has no path.
+        # VeRA's shared matrices have no path.
         return not weight.path or stage == (0 if weight.role == "tok_embeddings" else last)
 
     return [weight for weight in weights if is_here(weight)]
@@ -198,20 +198,20 @@ def _tensors(run: Run, weights: List[Weight]) -> Tensors:
             sizes["gradients"] += elements * _gradient_bytes(run, bytes_of(weight.dtype))
             sizes["states"] += sum(_states(run, weight))
     if layers:
-        # Without parallel_optimizer_comm_recompute, what the forward gathers stays for the backward.
+        # Without parallel_optimizer_comm_recompute, gathered parameters stay for the backward.
         sizes["gathered"] = max(layers.values()) if run.division.gathers_again else sum(layers.values())
     return Tensors(**sizes)
 
 
 def _on_device(run: Run, weight: Weight) -> Tuple[int, int]:
-    """Returns the bytes of a parameter on one device, and into how many parts optimizer parallelism divides them."""
+    """Returns the bytes of a parameter on one device, and the number of parts by optimizer parallelism."""
     parts = run.division.part_of(weight.role, weight.part, weight.shape)
     whole = weight.size // parts
     return whole, run.division.shards_of(weight.role, whole, max(weight.shape[0] // parts, 1))
 
 
 def _states(run: Run, weight: Weight) -> List[int]:
-    """Returns the bytes of each of the optimizer's states of a trained parameter on one device."""
+    """Returns the bytes of each optimizer state of a trained parameter on one device."""
     _, states, is_float32 = optimizer_of(run)
     whole, shards = _on_device(run, weight)
     elements = whole // shards // bytes_of(weight.dtype)
@@ -219,7 +219,7 @@ def _states(run: Run, weight: Weight) -> List[int]:
 
 
 def _sizes_on_device(run: Run, weights: List[Weight]) -> List[int]:
-    """Returns the bytes of each parameter and of each of the optimizer's states, in the order of the pool."""
+    """Returns the bytes of each parameter and of each optimizer state, in the order of the pool."""
     if run.division.sharded:
         # MindSpore's tracker shows embedding and head behind the layers there.
         weights = sorted(weights, key=lambda weight: layer_of(weight.path) is None)
@@ -251,7 +251,7 @@ def _step_tensors(run: Run, activations: Activations, recomputation: Recomputati
 
 
 def _gradient_bytes(run: Run, element: int) -> int:
-    """Returns the bytes of the gradient of one element: mindlora's step scales it to float32; sums need another one."""
+    """Returns the bytes of one element's gradient: mindlora's step scales it to float32; sums need a second one."""
     if run.steps_by_mindlora:
         return 4 + (element if run.yaml.accumulation > 1 else 0)
     return element * (2 if run.yaml.accumulation > 1 or run.division.pipeline > 1 else 1)
@@ -265,20 +265,20 @@ def _kept(run: Run, activations: Activations, recomputation: Recomputation, stag
 
 
 def _reference(run: Run) -> Line:
-    """Returns what the reference of preference training adds to the widest point of a step."""
-    # A new adapter adds nothing, so the reference does without it.
+    """Returns the addition of preference training's reference to the peak of a step."""
+    # A new adapter adds nothing, so the reference omits it.
     is_new = not run.yaml.pet_config.get("adapter_path")
     copies = sum(weight.size for weight in run.weights if weight.trained and not (weight.adapter and is_new))
     if run.yaml.on_cpu:
         logits = 4 * (run.piece or run.tokens) * run.vocabulary
         return Line("reference: its logits, and copies of what was loaded to train", copies + logits, ARITHMETIC)
-    # On Ascend its logits are given back before those of the network that trains are computed, and it holds less than
-    # that does: three tensors of their shape at a time.
+    # On Ascend its logits are freed before those of the trained network are computed, and it holds less than
+    # the latter: three tensors of their shape at a time.
     return Line("reference: copies of what was loaded to train", copies, ARITHMETIC)
 
 
 def bytes_of_copies(run: Run) -> int:
-    """Returns the bytes of the parameters from which each of several adapters is saved as if it were alone."""
+    """Returns the bytes of the copies from which each of several adapters is saved as if it were alone."""
     tensors = [_tensors(alone, alone.weights) for alone in run.alone]
     return sum(each.adapter + each.states for each in tensors)
 
@@ -292,9 +292,9 @@ def _described(recomputation: Recomputation, count: int) -> str:
 
 
 def loading_of(run: Run) -> Line:
-    """Returns the peak while the base is loaded: its parameters, and what is held beside them.
+    """Returns the peak while the base is loaded: its parameters, and the memory beside them.
 
-    Beside them are the largest tensor if BaseWeights loads it, the whole checkpoint if MindFormers does.
+    Beside them is the largest tensor if BaseWeights loads the base, and the whole checkpoint if MindFormers does.
     """
     base = [weight for weight in run.weights if not weight.adapter]
     if loads_by_tensor(run.yaml):
@@ -306,13 +306,13 @@ def loading_of(run: Run) -> Line:
 
 
 def needed_while_loading(run: Run) -> int:
-    """Returns the most that a run takes of a device at a time: in a step, or on a CPU while the base is loaded."""
+    """Returns the peak of a run on a device: in a step, or on a CPU while the base is loaded."""
     needed = memory_of(run).total
     return max(needed, loading_of(run).size) if run.yaml.on_cpu else needed
 
 
 def _converted(weight: Weight) -> int:
-    """Returns the bytes that a tensor takes beside its parameter: as it is stored, and as float32 on its way."""
+    """Returns the bytes of a tensor beside its parameter: in its stored form, and in float32 during conversion."""
     if weight.dtype == "uint8":
         return weight.size
     return weight.elements * (_STORED + (0 if weight.dtype == "float32" else bytes_of("float32")))

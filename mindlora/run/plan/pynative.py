@@ -1,4 +1,4 @@
-"""What a run of MindFormers' PyNative Trainer will take: parameters, files, steps, and memory but for activations."""
+"""The needs of a run of MindFormers' PyNative Trainer: parameters, files, steps, and memory without activations."""
 
 import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -36,20 +36,20 @@ _NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class PynativePlan:
-    """What a run of the PyNative Trainer will take on one device.
+    """The needs of a run of the PyNative Trainer on one device.
 
     Attributes:
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
-        trained (int): Elements of those that are trained.
+        trained (int): Elements of the trained parameters.
         adapted (tuple of str): Paths of the cells with an adapter.
-        adapter_file (int): Bytes of adapter_model.safetensors as LoraCheckpoint writes it, of several adapters
+        adapter_file (int): Bytes of LoraCheckpoint's adapter_model.safetensors, of several adapters
             together, or None if training decides.
-        steps (int): Steps of the optimizer, as training.steps says, or None if it does not.
-        rows_per_step (int): Rows in one, or None likewise.
-        rows (int): Rows in the data, or None if they could not be counted; ``data`` says where, or why not.
-        lines (tuple of Line): What is in memory all the time.
-        memory (int): Bytes of a device, or None if none were given.
-        notes (tuple of str): What the plan assumed.
+        steps (int): Steps of the optimizer, from training.steps, or None.
+        rows_per_step (int): Rows in a step, or None.
+        rows (int): Rows in the data, or None if they could not be counted; ``data`` names it, or says why not.
+        lines (tuple of Line): The permanent contents of memory.
+        memory (int): Bytes of a device, or None if not given.
+        notes (tuple of str): The plan's assumptions.
     """
 
     yaml: str
@@ -76,7 +76,7 @@ class PynativePlan:
 
     @property
     def exit_code(self) -> int:
-        """1 if the lines alone do not fit the memory that was given, else 0."""
+        """1 if the lines alone do not fit the given memory, else 0."""
         return int(self.memory is not None and self.needed > self.memory)
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ def plan_of_pynative(
 ) -> PynativePlan:
     """Returns the plan of a YAML of the PyNative Trainer; raises LoraError if a setting in it is wrong.
 
-    The arguments are those of make_plan, and the YAML's content.
+    The arguments are as in make_plan, and the YAML's content.
     """
     for key, text in keys_and_texts(list(overrides)):
         set_key(config, key, read_value(text), f"--{key}", create=True, nodes=NODES)
@@ -152,7 +152,7 @@ def plan_of_pynative(
 
 def head_of_pynative(config: Mapping[str, Any]) -> Head:
     """Returns the output head of a YAML of the PyNative Trainer, and whether it and the loss go through the tokens in
-    pieces; raises LoraError if the model is not known, or a setting is wrong.
+    pieces; raises LoraError if the model is unknown, or a setting is wrong.
     """
     divided = [f"parallelism.{key} is {value}" for key, value in _sizes_above_one(config)]
     reason = divided[0] if divided else ""
@@ -163,7 +163,7 @@ def head_of_pynative(config: Mapping[str, Any]) -> Head:
 
 
 def _run(config: Mapping[str, Any]) -> Run:
-    """Returns the run in the form that graph mode's plan takes, on one device."""
+    """Returns the run in the form of graph mode's plan, on one device."""
     model = dict(config.get("model") or {})
     architecture, network = architecture_of(model), network_of(model)
     if architecture is None or network is None:
@@ -203,7 +203,7 @@ def _described(run):
 
 
 def _lines(run: Run, config: Mapping[str, Any], weights: Sequence[Weight]) -> List[Line]:
-    """Returns what is in memory all the time."""
+    """Returns the permanent contents of memory."""
     base = sum(weight.size for weight in weights if not weight.adapter)
     adapter = sum(weight.size for weight in weights if weight.adapter)
     trained = [weight for weight in weights if weight.trained]
@@ -233,6 +233,6 @@ def _notes(config):
 
 
 def _sizes_above_one(config):
-    """Returns (key, size) of what parallelism divides."""
+    """Returns (key, size) of the parallel sizes above 1."""
     sizes = config.get("parallelism") or {}
     return [(key, value) for key, value in sizes.items() if isinstance(value, int) and value > 1]

@@ -1,4 +1,4 @@
-"""make_plan and PlanReport: what a run will take, and its text of 100 columns."""
+"""make_plan and PlanReport: the needs of a run, as a text of 100 columns."""
 
 import collections
 import dataclasses
@@ -39,14 +39,14 @@ from mindlora.run.yaml_run import YamlRun
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How long a run trains.
+    """The length of a training run.
 
     Attributes:
         rows_per_step (int): Rows in a step of the optimizer, on all devices together.
         tokens_per_step (int): Their tokens, padding included.
         rows (int): Rows in the data, or None if they could not be counted; then steps and tokens are None too.
         tokens (int): Tokens of the run, padding included.
-        data (str): Where the rows were counted, or why not.
+        data (str): The data whose rows were counted, or why they were not.
     """
 
     rows_per_step: int
@@ -59,7 +59,7 @@ class Schedule:
 
 
 def schedule_of(run: Run) -> Schedule:
-    """Returns the schedule of a run that trains."""
+    """Returns the schedule of a training run."""
     division = run.division
     micro_batches = division.micro_batches if division.pipeline > 1 else 1
     rows_per_step = run.yaml.rows * run.yaml.accumulation * micro_batches * division.data
@@ -74,9 +74,9 @@ def schedule_of(run: Run) -> Schedule:
 
 
 def count_rows(run: Run) -> Tuple[Optional[int], str]:
-    """Returns the number of rows of the training data, or None, and where they were counted or why not.
+    """Returns the number of rows of the training data, or None, and the data's name or the reason.
 
-    Where adapters have data of their own, it is the longest of all data.
+    If adapters have their own data, it is the longest of all.
     """
     keys = ("dataset_files", "dataset_dir")
     source = next(filter(None, (run.yaml.at(f"train_dataset.data_loader.{key}") for key in keys)), None)
@@ -104,30 +104,30 @@ _BASES = (
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """What a run will take.
+    """The needs of a run.
 
     Attributes:
         mode (str): The YAML's run_mode.
         parameters (int): Elements of all parameters; a 4-bit weight counts as W [out, in].
-        trained (int): Elements of those that are trained.
+        trained (int): Elements of the trained parameters.
         adapted (tuple of str): Paths of the cells with an adapter.
-        adapter (str): The adapter in words; empty if there is none.
-        adapters (int): How many there are.
+        adapter (str): A description of the adapter; empty if there is none.
+        adapters (int): Number of adapters.
         adapter_file (int): Bytes of adapter_model.safetensors, of several adapters together, or None if there is no
             adapter.
         dtype (str): The dtype of most of the base.
-        devices (int): How many devices the YAML divides the run among.
-        division (str): How, in words.
-        batch (str): A step's rows in words; empty if the run does not train.
-        needed (int): Bytes on the device that needs most; ``device`` says what they are, and on a CPU ``loading``.
+        devices (int): Number of devices among which the YAML divides the run.
+        division (str): A description of the division.
+        batch (str): A description of a step's rows; empty if the run does not train.
+        needed (int): Bytes on the device with the largest needs; ``device``, and on a CPU ``loading``, list them.
         loading (Line): The peak of each process on its host while the base is loaded.
         kv_cache_per_token (int): Bytes of the keys and values of a token.
-        kv_cache_basis (str): What that rests on.
+        kv_cache_basis (str): The basis of that number.
         schedule (Schedule): Steps and tokens, or None if the run does not train.
         layouts (tuple of Layout): The same run on other numbers of devices.
-        fit (Fit): Whether it fits the memory that was given, or None if none was.
-        trial (Trial): What MindSpore's own planner said of the run, or None if it was not asked.
-        notes (tuple of str): What the plan assumed.
+        fit (Fit): Whether it fits the given memory, or None without one.
+        trial (Trial): The result of MindSpore's own planner, or None if it was not asked.
+        notes (tuple of str): The plan's assumptions.
     """
 
     yaml: str
@@ -157,7 +157,7 @@ class PlanReport:
 
     @property
     def exit_code(self) -> int:
-        """1 if the run does not fit the memory that was given, or MindSpore's planner could not be asked, else 0."""
+        """1 if the run does not fit the given memory, or MindSpore's planner could not be asked, else 0."""
         fails = self.trial is not None and not self.trial.passed
         return int(fails or self.fit is not None and not self.fit.fits)
 
@@ -176,14 +176,14 @@ def make_plan(
     devices: Sequence[int] = DEVICES,
     verify: bool = False,
 ) -> Union[PlanReport, PynativePlan]:
-    """Returns what the run of a complete MindFormers YAML will take; raises LoraError if a setting in it is wrong.
+    """Returns the needs of the run of a complete MindFormers YAML; raises LoraError if a setting in it is wrong.
 
-    For a YAML of the PyNative Trainer that is a PynativePlan, of one device.
+    For a YAML of the PyNative Trainer, it returns a PynativePlan for one device.
 
     Args:
         overrides (list of str): As on mindlora-run's command line: ``--a.b.c``, value, ``--epochs``, value, ...
-        memory (int): Bytes of a device, to be compared with what is needed.
-        devices (list of int): Numbers of devices to plan for besides the YAML's.
+        memory (int): Bytes of a device, to compare with the needs.
+        devices (list of int): Numbers of devices to plan for in addition to the YAML's.
         verify (bool): Whether MindSpore's own planner is asked too, which takes minutes; then errors are also those of
             try_rank. Default: False.
     """
@@ -200,13 +200,13 @@ def make_plan(
     report = plan_of(config, path, memory, devices)
     if not verify:
         return report
-    # The first rank of the stage of the pipeline that the table is of.
+    # The first rank of the pipeline stage in the table.
     stages = YamlRun(config).setting("parallel_config.pipeline_stage") if report.devices > 1 else 1
     return dataclasses.replace(report, trial=try_rank(config, report.device.stage * report.devices // stages))
 
 
 def plan_of(config: Dict[str, Any], name: str, memory: Optional[int], devices: Sequence[int]) -> PlanReport:
-    """Returns the plan of a YAML's content; as make_plan."""
+    """Returns the plan of a YAML's content; see make_plan."""
     if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in devices):
         raise ConfigError(f"devices is {list(devices)!r}: it must hold whole numbers of at least 1.")
     run = read_run(config)
@@ -251,7 +251,7 @@ def _adapter(run: Run) -> str:
 
 
 def _files_size(run: Run) -> Optional[int]:
-    """Returns the bytes of adapter_model.safetensors, of several adapters together, or None if there is no telling."""
+    """Returns the bytes of adapter_model.safetensors, of several adapters together, or None if unpredictable."""
     sizes = [adapter_file_size(alone) for alone in run.alone]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -361,7 +361,7 @@ def _memory(report: PlanReport) -> str:
 
 
 def _compared(device: DeviceMemory, trial: Trial) -> str:
-    """Returns what MindSpore's planner took beside what the plan says, or why it is not known."""
+    """Returns a sentence that compares MindSpore's planner with the plan, or says why it cannot."""
     who = f"MindSpore's own Ascend backend, on a stand-in for CANN, as rank {trial.rank} of {trial.devices}"
     if not trial.passed or trial.used is None or trial.actual is None:
         return wrapped("", f"{who}, ended after {trial.steps} of {STEPS} steps: {trial.error}", WIDTH)
@@ -410,7 +410,7 @@ def _fit(fit: Fit, needed: int) -> str:
 
 
 def _longest(fit: Fit) -> str:
-    """Returns in words how long rows can be."""
+    """Returns a sentence on the longest rows."""
     rows = []
     for row in fit.longest_rows:
         positions = ", all positions that the model has" if row.is_the_models else ""
@@ -419,7 +419,7 @@ def _longest(fit: Fit) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
-    """Returns a table whose first column is wrapped where the table would be wider than WIDTH."""
+    """Returns a table, with its first column wrapped if the table would be wider than WIDTH."""
     first, *widths = [max(map(len, column)) for column in zip(titles, *rows)]
     room = min(first, WIDTH - sum(2 + width for width in widths))
     lines: List[str] = []

@@ -1,4 +1,4 @@
-"""Run: what a plan needs to know of a MindFormers YAML, checked."""
+"""Run: the checked facts about a MindFormers YAML that a plan needs."""
 
 import dataclasses
 import functools
@@ -49,14 +49,14 @@ Counted = Tuple[Optional[int], str]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its YAML describes it.
+    """The run of a YAML.
 
     Attributes:
-        yaml (YamlRun): What the YAML says of it.
-        lora (LoraConfig): The adapter as apply_lora gets it, or None if the whole network is trained.
-        rows_of_model (int): Rows of the model that a row of the data is: 2 for a preference that is not packed, and
+        yaml (YamlRun): The YAML.
+        lora (LoraConfig): The adapter for apply_lora, or None if the whole network is trained.
+        rows_of_model (int): Rows of the model for a row of the data: 2 for an unpacked preference, and
             one for each adapter of a run with several.
-        adapters (tuple of TrainedAdapter): Those of a run with several, of which ``lora`` is the first.
+        adapters (tuple of TrainedAdapter): The adapters of a run with several, of which ``lora`` is the first.
     """
 
     yaml: YamlRun
@@ -69,7 +69,7 @@ class Run:
 
     @functools.cached_property
     def alone(self) -> List["Run"]:
-        """The runs with each of several adapters alone; of one adapter, or none, the run itself."""
+        """The runs with each of several adapters alone; with at most one adapter, the run itself."""
         if not self.adapters:
             return [self]
         configs = [adapter.config.for_network() for adapter in self.adapters]
@@ -105,7 +105,7 @@ class Run:
 
     @functools.cached_property
     def selection(self) -> Optional[Selection]:
-        """What pet_config selects of the network, or None without one; raises what ``select`` does."""
+        """The Selection of pet_config in the network, or None without one; raises as ``select`` does."""
         if self.lora is None:
             return None
         network = self.network
@@ -117,7 +117,7 @@ class Run:
 
     @functools.cached_property
     def weights(self) -> List[Weight]:
-        """All parameters of the network, the adapter's included; raises what ``select`` does."""
+        """All parameters of the network, including the adapter's; raises as ``select`` does."""
         if self.adapters:
             return [*(weight for weight in self.alone[0].weights if not weight.adapter), *self._stacked_weights()]
         weights = weights_of(self.network, self.lora, self.selection, self.held)
@@ -125,7 +125,7 @@ class Run:
             return [dataclasses.replace(weight, trained=False) for weight in weights]
         if held_dtype(self.yaml) is None:
             return weights
-        # What trains of a base in 16 bits is widened.
+        # Trained parameters of a base in 16 bits are widened.
         return [
             dataclasses.replace(weight, dtype="float32") if weight.trained and not weight.adapter else weight
             for weight in weights
@@ -133,7 +133,7 @@ class Run:
 
     @functools.cached_property
     def held(self) -> Dict[str, IntegerForm]:
-        """Name -> how it is held, of the weights that stay in the integers of load_checkpoint.
+        """Name -> form of the weights that stay in the integers of load_checkpoint.
 
         Raises ConfigError if there is no such base, and CheckpointError if a weight cannot be held so.
         """
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def adapted(self) -> Tuple[str, ...]:
-        """The prefixes of the cells that get an adapter, or any of several."""
+        """The prefixes of the cells that get any adapter."""
         if self.adapters:
             return tuple(path for path in self._stackable if self.ranks(path))
         return tuple(self.selection.parts) if self.selection else ()
@@ -161,7 +161,7 @@ class Run:
         return [lora.for_cell(path).lora_rank for lora in on_cell]
 
     def _stacked_weights(self) -> Iterator[Weight]:
-        """Yields A and B of each cell with any of several adapters: of all of them, filled up to the largest rank."""
+        """Yields A and B of each cell with any of several adapters, stacked and padded to the largest rank."""
         others = sorted({path for run in self.alone for path in run.adapted} - set(self.adapted))
         if others:
             raise ConfigError(
@@ -193,12 +193,12 @@ class Run:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the embedding knows."""
+        """The number of tokens in the embedding."""
         return self.embedding[1][0]
 
     @property
     def outputs(self) -> int:
-        """Scores that the model gives a position: of tokens, or of a classifier's labels."""
+        """The number of the model's outputs per position: of tokens, or of a classifier's labels."""
         return self.vocabulary if task_of(self.yaml.model_name) is None else self.number("num_labels", 1)
 
     @property
@@ -209,7 +209,7 @@ class Run:
     @functools.cached_property
     def attention(self) -> Attention:
         """The widths of its attention."""
-        # In the first layer: of later ones, sizes are overwritten.
+        # In the first layer, as later ones overwrite its sizes.
         cells = {names.role_of(path): size for path, size in reversed(self.linear.items())}
         return self.architecture.attention(self.model, cells)
 
@@ -220,20 +220,20 @@ class Run:
 
     @property
     def chosen_experts(self) -> int:
-        """How many routed experts a token goes to."""
+        """The number of routed experts per token."""
         key = "num_experts_per_tok" if self.model.get("num_experts_per_tok") else "moe_router_topk"
         return self.number(key, 8)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens of the KV cache that the network holds."""
+        """The number of tokens in the network's KV cache."""
         if not self.architecture.caches_in_training and (self.yaml.trains or not self.model.get("use_past")):
             return 0
         return self.number("num_blocks", self.architecture.cache_blocks) * self.number("block_size", 16)
 
     @property
     def tokens(self) -> int:
-        """Tokens that one device computes at a time."""
+        """The number of tokens that one device computes at a time."""
         return self.yaml.rows * self.rows_of_model * self.seq_length // self.division.context
 
     @functools.cached_property
@@ -241,7 +241,7 @@ class Run:
         """The output head, and whether it and the loss go through the tokens in pieces."""
         heads = [weight for weight in self.weights if weight.role == "lm_head"]
         is_divided = self.yaml.train_step == WRAPPER and self.yaml.is_semi_automatic
-        # There MindFormers makes its own train step of pipelines and of micro-batches.
+        # There MindFormers builds its own train step for pipelines and micro-batches.
         is_divided = is_divided and self.division.pipeline == self.yaml.accumulation == 1
         cell = ""
         if self.yaml.is_classifier:
@@ -259,7 +259,7 @@ class Run:
         )
 
     def _obstacle_of_adapter(self, is_divided: bool) -> str:
-        """Returns what of an adapter on the head keeps its logits whole."""
+        """Returns the property of an adapter on the head that keeps its logits whole."""
         if self.lora is None:
             return SEVERAL_ADAPTERS
         drops = is_divided and self.lora.lora_dropout > 0
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def piece(self) -> Optional[int]:
-        """Tokens that head and loss take at a time; None if they take all of them."""
+        """The number of tokens that head and loss take at a time; None if they take all of them."""
         if self.head.why_whole:
             return None
         if self.head.setting is not True:
@@ -281,7 +281,7 @@ class Run:
 
     @functools.cached_property
     def head_division(self) -> HeadDivision:
-        """How head and loss are divided among devices where they go through the tokens in pieces."""
+        """The division of head and loss among devices when they go through the tokens in pieces."""
         division = self.division
         whole = division.whole_vocabulary
         return HeadDivision.of_sizes(
@@ -290,12 +290,12 @@ class Run:
 
     @property
     def tokens_of_head(self) -> int:
-        """Tokens that the head of one device takes in all, where they go through it in pieces."""
+        """The total number of tokens in the head of one device, when they go through it in pieces."""
         return self.tokens // (self.division.model if self.head_division.by_tokens else 1)
 
     @property
     def rows_of_head(self) -> int:
-        """Rows of the head that one device computes with, where tokens go through it in pieces."""
+        """The rows of the head on one device, when tokens go through it in pieces."""
         return self.outputs // (self.division.model if self.head_division.by_vocabulary else 1)
 
     @property
@@ -306,14 +306,14 @@ class Run:
 
     @property
     def steps_by_mindlora(self) -> bool:
-        """Whether mindlora's train step makes the gradients, and not MindFormers'."""
+        """Whether mindlora's train step computes the gradients, rather than MindFormers'."""
         return self.yaml.train_step == WRAPPER and not self.division.sharded
 
     def with_rows(self, batch_size: int, seq_length: int) -> "Run":
-        """Returns the run with other rows, on which neither network nor adapter depend."""
+        """Returns the run with other rows, on which the network and the adapter do not depend."""
         sizes = {"runner_config": {"batch_size": batch_size}, "model": {"model_config": {"seq_length": seq_length}}}
         changed = dataclasses.replace(self, yaml=YamlRun(merged(self.yaml.config, sizes)))
-        # They are computed once, as they take longer than what depends on the rows.
+        # These are computed once, as they take longer than the parts that depend on the rows.
         vars(changed).update(selection=self.selection, weights=self.weights)
         return changed
 
@@ -332,14 +332,14 @@ class Run:
 
 
 def layer_of(path: str) -> Optional[int]:
-    """Returns the layer of a path, or None; layers that predict further tokens are none, and follow the last one."""
+    """Returns the layer of a path, or None, also for the layers behind the last one that predict further tokens."""
     return None if path.startswith("mtp.") else names.layer_of(path)
 
 
 def read_run(config: Dict[str, Any]) -> Run:
-    """Returns the run that a YAML describes.
+    """Returns the run of a YAML.
 
-    Raises ConfigError if the model or a setting is not known, or sizes are wrong or cannot be divided as it says.
+    Raises ConfigError if the model or a setting is unknown, or sizes are wrong or cannot be divided as configured.
     """
     if not isinstance(value_at(config, "model.model_config"), dict):
         raise ConfigError(
@@ -363,7 +363,7 @@ def read_run(config: Dict[str, Any]) -> Run:
 
 
 def _rows_of_model(yaml: YamlRun) -> int:
-    """Returns how many rows the model gets of a row of the training data; without data, preferences are not packed."""
+    """Returns the model's rows for a row of the training data; without data, preferences count as unpacked."""
     if yaml.preference is None:
         return 1
     data = yaml.train_data
@@ -386,7 +386,7 @@ def _architecture(yaml: YamlRun) -> Architecture:
 
 
 def _adapters(yaml: YamlRun) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter, ...]]:
-    """Returns the adapter of a run, and, if it has several, all of them."""
+    """Returns the adapter of a run, and, if there are several, all of them."""
     lora = yaml.lora
     if lora is None and yaml.pet_config:
         pet_type = yaml.pet_config.get("pet_type")
@@ -398,7 +398,7 @@ def _adapters(yaml: YamlRun) -> Tuple[Optional[LoraConfig], Tuple[TrainedAdapter
 
 
 def count_files(source: Union[str, Sequence[str]]) -> Counted:
-    """Returns the number of rows of the MindRecords at a path, or None, and where they were counted or why not."""
+    """Returns the number of rows of the MindRecords at a path, or None, and their path or the reason."""
     files = list(filter(os.path.isfile, mindrecord_files(source)))
     if not files:
         return None, f"{source} holds no MindRecord"
@@ -412,6 +412,6 @@ def count_files(source: Union[str, Sequence[str]]) -> Counted:
 
 
 def longest_data(counted: Sequence[Counted]) -> Counted:
-    """Returns what count_files returned of the longest of several data, or of one whose rows could not be counted."""
+    """Returns the result of count_files for the longest of several datasets, or for one that could not be counted."""
     unknown = [each for each in counted if each[0] is None]
     return unknown[0] if unknown else max(counted, key=lambda each: each[0] or 0)

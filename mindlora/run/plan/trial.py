@@ -1,7 +1,7 @@
-"""Two steps of a YAML's run on MindSpore's own Ascend backend, without an NPU: what its compiler and its planner say.
+"""Two steps of a YAML's run on MindSpore's own Ascend backend, without an NPU: the results of compiler and planner.
 
-What is not needed to compile and to plan is made up: the base's values, and training data that is not there yet. What
-reads values or saves is left out. Everything is written to a folder of its own, which is removed.
+Inputs that compiling and planning do not need are made up: the base's values, and training data that does not exist.
+Callbacks that read values or save are left out. Everything is written to a temporary folder, which is removed.
 """
 
 import copy
@@ -27,7 +27,7 @@ from mindlora.training.preference.settings import preference_settings
 
 STEPS = 2
 _PROGRAM = "mindlora.training.launch.trial"
-# What a key that holds a path ends in.
+# Suffixes of keys that hold paths.
 _PATH_ENDINGS = ("dir", "path", "file", "files", "checkpoint", "data")
 # Callbacks that save or show a run.
 _OF_A_REAL_RUN = ("LoraCheckpoint", "Trackers")
@@ -38,16 +38,16 @@ _LOGGED_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\] (?!ME\()\w+\(.*?\[\S+:\d+\]
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What came of a run's first steps on one rank.
+    """The result of a run's first steps on one rank.
 
     Attributes:
         rank (int): The rank that was compiled, of ``devices``.
-        steps (int): Steps that ended, at most STEPS.
-        error (str): The error that ended it in words; empty if it reached its last step.
-        used (int): The most bytes that MindSpore's planner had in use on the device, without fragments, or None.
+        steps (int): Completed steps, at most STEPS.
+        error (str): The error that ended it; empty if it reached its last step.
+        used (int): Peak bytes in use on the device by MindSpore's planner, without fragments, or None.
         actual (int): The same with fragments, or None.
-        seconds (float): How long it took.
-        made_up (bool): Whether the rows were made up, because the YAML's data is not there.
+        seconds (float): Its duration.
+        made_up (bool): Whether the rows were made up, since the YAML's data does not exist.
     """
 
     rank: int
@@ -66,11 +66,11 @@ class Trial:
 
 
 def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
-    """Compiles the network of a training YAML with all its layers, as one rank, and has the backend take two steps.
+    """Compiles the network of a training YAML with all its layers, as one rank, and lets the backend take two steps.
 
     Args:
         config (dict): The content of a complete MindFormers YAML without mistakes; it is not changed.
-        rank (int): Which of the YAML's devices.
+        rank (int): One of the YAML's devices.
 
     Raises:
         ConfigError: The YAML is none that MindFormers' Trainer trains on Ascend in graph mode, or rows for it cannot be
@@ -102,9 +102,9 @@ def try_rank(config: Dict[str, Any], rank: int = 0) -> Trial:
 
 
 def with_devices(config: Dict[str, Any], count: int) -> Dict[str, Any]:
-    """Returns a YAML's content for another number of devices, of which as many have rows of their own as are left.
+    """Returns a YAML's content for another number of devices, with data parallelism over those that remain.
 
-    Raises ConfigError if what divides layers, stages or tokens does not divide ``count``.
+    Raises ConfigError if the divisions of layers, stages or tokens do not divide ``count``.
     """
     current = Division.of_yaml(YamlRun(config))
     others = current.model * current.pipeline * current.context
@@ -136,9 +136,9 @@ def _check_can_be_tried(run: YamlRun) -> None:
 
 
 def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Returns what the trial runs, and the rows that it makes up.
+    """Returns the YAML that the trial runs, and the rows that it makes up.
 
-    The YAML is that of the run with no base, without LoraCheckpoint and Trackers, and with its output in ``folder``.
+    The YAML is the run's without base, LoraCheckpoint and Trackers, and with its output in ``folder``.
     The rows are path of a MindRecord -> {"columns": name -> shape, "count": rows, "tokens": how many tokens there are,
     ...}.
     """
@@ -154,7 +154,7 @@ def trial_yaml(config: Dict[str, Any], folder: str) -> Tuple[Dict[str, Any], Dic
     pet = value_at(tried, PET) or {}
     init = pet.get("lora_init")
     if computed_from_base(init):
-        # It begins with the base's values, and leaves the shapes as they are.
+        # It begins with the base's values and does not change shapes.
         del pet["lora_init"]
     if freezes_b(init):
         pet["freeze_include"] = [*(pet.get("freeze_include") or ()), "*_lora_b"]
@@ -182,7 +182,7 @@ def _make_paths_absolute(node: Any) -> None:
 
 
 def _without_weights(path: str, folder: str) -> str:
-    """Returns a folder with what a model's folder holds beside its weights, which the trial does not load."""
+    """Returns a folder with the files of a model's folder except its weights, which the trial does not load."""
     if not os.path.isdir(path):
         return path
     links = os.path.join(folder, "model")
@@ -194,7 +194,7 @@ def _without_weights(path: str, folder: str) -> str:
 
 
 def _fill_data(config: Dict[str, Any], path: str) -> Dict[str, Any]:
-    """Names made-up rows wherever a MindRecord is not there, in place; returns what has to be written."""
+    """Names made-up rows for each missing MindRecord, in place; returns the rows to write."""
     missing = False
     run = YamlRun(config)
     loader = run.at("train_dataset.data_loader") or {}
@@ -211,12 +211,12 @@ def _fill_data(config: Dict[str, Any], path: str) -> Dict[str, Any]:
 
 
 def _rows(run: YamlRun) -> Dict[str, Any]:
-    """Returns the columns, and how many rows two steps need on all devices; raises ConfigError for another column."""
+    """Returns the columns, and the rows that two steps need on all devices; raises ConfigError for other columns."""
     width = row_lengths(run)[-1]
     shape = [width]
     known = ["input_ids", "labels"]
     if run.preference is not None:
-        # A preference that is not packed: both answers with their prompt, and the mark of one pair or judgment.
+        # An unpacked preference: both answers with their prompt, and the mark of one pair or judgment.
         shape = [2, width]
         known = list(preference_settings(run.preference).columns)
     columns = run.columns or known
@@ -239,7 +239,7 @@ def _rows(run: YamlRun) -> Dict[str, Any]:
 
 
 def _outcome(path: str, finished: process.Finished) -> Tuple[int, str]:
-    """Returns how many steps ended, and the error that ended the trial in words, or an empty text."""
+    """Returns the number of completed steps, and the error that ended the trial, or ""."""
     logged = _LOGGED_ERROR.search(finished.output)
     if not os.path.exists(path):
         last: List[str] = [line for line in finished.output.splitlines() if line.strip()][-1:]

@@ -1,4 +1,4 @@
-"""Amounts of memory: read from a command line, and written."""
+"""Reads amounts of memory from a command line, and writes them."""
 
 import re
 
@@ -13,7 +13,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def parse_memory(text: str) -> int:
-    """Returns the bytes that a text such as 32GB (1000^3) or 29.8GiB (1024^3) means; another one raises ConfigError."""
+    """Returns the bytes of a text such as 32GB (1000^3) or 29.8GiB (1024^3); raises ConfigError for other texts."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if not match or match[2].lower() not in units or not float(match[1]):
@@ -27,7 +27,7 @@ def gib(size: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """Returns bytes in the unit in which a person would say them."""
+    """Returns bytes in a readable unit."""
     for unit, step in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= step:
             return f"{size / step:,.2f} {unit}"

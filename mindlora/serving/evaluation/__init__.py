@@ -1,1 +1,1 @@
-"""Did it get better: perplexity, multiple choice, answers by rule, forgetting; for a base and its adapters at once."""
+"""Evaluation of a base and its adapters together: perplexity, multiple choice, answers by rule, forgetting."""

@@ -1,4 +1,4 @@
-"""Questions: multiple choice, where the model takes the likeliest answer, and free answers, checked by a rule."""
+"""Questions: multiple choice by the likeliest answer, and free answers checked by a rule."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from mindlora.serving.request import Sampling
 
 _LAYOUT = Layout(("question", "choices", "answer"))
 _ANSWER_LAYOUT = Layout(("question", "answer"), aliases={"question": "instruction", "answer": "output"})
-# As GSM8K ends its answers (Cobbe et al., 2021).
+# The end of GSM8K's answers (Cobbe et al., 2021).
 _NUMBER = re.compile(r"####\s*([-$]*[0-9.,]*[0-9])")
 
 
@@ -34,7 +34,7 @@ class Question:
 def read_questions(path: str) -> List[Question]:
     """Returns the rows of a file with the columns question, choices (a list of texts) and answer (an index or a text).
 
-    Raises DataError if the file cannot be read, or a row holds something else.
+    Raises DataError if the file cannot be read, or a row is invalid.
     """
     return [_question(row.location, row.record) for row in read_inputs(path, _LAYOUT)[0].rows]
 
@@ -56,10 +56,10 @@ def _question(location: str, record: Any) -> Question:
 
 
 def split_tokens(tokenizer: Any, start: Sequence[int], context: str, continuation: str) -> Passage:
-    """Returns a context and its continuation as tokens, of which those of the continuation are scored.
+    """Returns the tokens of a context and of its continuation, which is scored.
 
-    They are tokenized together, and cut where the context alone would end; a space at its end belongs to what follows,
-    as in EleutherAI's lm-evaluation-harness. ``start`` comes before them.
+    They are tokenized together, and cut where the context alone would end; a space at its end belongs to the
+    continuation, as in EleutherAI's lm-evaluation-harness. ``start`` comes before them.
     """
     stripped = context.rstrip()
     whole = tokenizers.encode(tokenizer, context + continuation)
@@ -78,9 +78,9 @@ def passages_of(question: Question, form: PromptForm, tokenizer: Any, start: Seq
 def measure_choices(
     engine: Engine, questions: Sequence[Question], form: PromptForm, models: Sequence[Model], source: str, seed: int
 ) -> List[Measure]:
-    """Returns two accuracies of the models: by the log-probability of each choice, and by that for each character.
+    """Returns two accuracies of the models: by the log-probability of each choice, and by that per character.
 
-    Both are as in EleutherAI's lm-evaluation-harness (acc, acc_norm); of equal choices the first one is taken.
+    Both are as in EleutherAI's lm-evaluation-harness (acc, acc_norm); the first of equal choices wins.
     """
     start = start_tokens(engine.tokenizer)
     passages = [passage for question in questions for passage in passages_of(question, form, engine.tokenizer, start)]
@@ -95,7 +95,7 @@ def measure_choices(
 
 
 def _right(questions: Sequence[Question], scores: Sequence[Scores]) -> np.ndarray:
-    """Returns float64 [questions, 2], 1 where the choice is right: as it stands, and for its length."""
+    """Returns float64 [questions, 2], 1 where the choice is right: by log-probability, and relative to its length."""
     sums = [float(one.logprobs.sum()) for one in scores]
     right = np.zeros((len(questions), 2))
     first = 0
@@ -109,7 +109,7 @@ def _right(questions: Sequence[Question], scores: Sequence[Scores]) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A question, and the answer that is right."""
+    """A question and its right answer."""
 
     location: str
     question: str
@@ -117,7 +117,7 @@ class Task:
 
 
 def exact(text: str) -> Optional[str]:
-    """Returns a text without the space around it: answers must be equal."""
+    """Returns a text without surrounding space: answers must be equal."""
     return text.strip()
 
 
@@ -130,14 +130,14 @@ def number(text: str) -> Optional[str]:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
-# What of an answer must be equal, by the name of the rule.
+# The part of an answer that must be equal, by the name of the rule.
 RULES: Dict[str, Callable[[str], Optional[str]]] = {"exact": exact, "number": number}
 
 
 def read_tasks(path: str, rule: str) -> List[Task]:
     """Returns the rows of a file with the columns question and answer, or instruction and output.
 
-    Raises DataError if the file cannot be read, or an answer has nothing that ``rule``, a key of RULES, could compare.
+    Raises DataError if the file cannot be read, or an answer has nothing for ``rule``, a key of RULES, to compare.
     """
     return [_task(row.location, row.record, rule) for row in read_inputs(path, _ANSWER_LAYOUT)[0].rows]
 
@@ -162,7 +162,7 @@ def measure_answers(
     source: str,
     seed: int,
 ) -> Measure:
-    """Returns how often the answers of each model are right by a rule; ``sampling`` says how they are chosen.
+    """Returns how often each model's answers are right by a rule; ``sampling`` says how they are sampled.
 
     Raises RequestError if a question leaves no room for an answer.
     """

@@ -1,4 +1,4 @@
-"""EvalReport: everything that was measured of a base and its adapters, and what it tells, in a sentence."""
+"""EvalReport: all measures of a base and its adapters, with a sentence on each result."""
 
 import dataclasses
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -21,11 +21,11 @@ from mindlora.serving.evaluation.statistics import (
 
 @dataclasses.dataclass(frozen=True)
 class EvalReport:
-    """What ``mindlora eval`` has found.
+    """The result of ``mindlora eval``.
 
     Attributes:
-        model (str): What the base is called.
-        measures (tuple of Measure): In the order in which they were asked for.
+        model (str): Name of the base.
+        measures (tuple of Measure): In the requested order.
         verdicts (tuple of str): A sentence for each adapter.
     """
 
@@ -44,12 +44,12 @@ class EvalReport:
         return "\n\n".join(parts)
 
     def tables(self) -> List[Dict[str, Any]]:
-        """Returns {"title", "rows"} for each measure: rows of texts, the first of which names the columns."""
+        """Returns {"title", "rows"} for each measure: rows of strings, the first of which names the columns."""
         return [{"title": title(found), "rows": _rows(found)} for found in self.measures]
 
 
 def title(found: Measure) -> str:
-    """Returns what was measured on what, in words."""
+    """Returns a title that names the measure and its data."""
     if found.name == texts.FORGETTING:
         return f"KL(base || adapter), nats per token, on {found.examples} {found.source}"
     return f"{found.name} of {found.source} ({found.examples} examples)"
@@ -70,12 +70,12 @@ def _rows(found: Measure) -> List[List[str]]:
 
 
 def interval(value: Estimate) -> str:
-    """Returns the interval of a value, as text."""
+    """Returns the interval of a value as text."""
     return "-" if value.low is None else f"{number(value.low)} to {number(value.high)}"
 
 
 def _sentence(adapter: str, measures: Tuple[Measure, ...]) -> str:
-    """Returns whether an adapter is better than its base, worse, or not told apart, and how much of it has moved."""
+    """Returns a sentence on whether an adapter is better than its base, worse, or the same, and by how much."""
     parts: List[str] = []
     judged = [found for found in measures if found.name != texts.FORGETTING]
     for verdict in (BETTER, WORSE):
@@ -133,23 +133,23 @@ def _draw(axes: Any, found: Measure) -> None:
 
 
 def _reach(value: Estimate) -> Sequence[Sequence[float]]:
-    """Returns how far an interval reaches to both sides, as errorbar takes it."""
+    """Returns the extent of an interval to both sides, for errorbar."""
     if value.low is None or value.high is None:
         return [[0.0], [0.0]]
     return [[value.value - value.low], [value.high - value.value]]
 
 
-# Which of several adapters is best, by the losses of the same held-out rows, and which are not told apart from it.
+# The best of several adapters by the losses of the same held-out rows, and those indistinguishable from it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The held-out losses, or rewards, of several adapters, each at its best step, and how far they are from the best.
+    """The held-out losses, or rewards, of several adapters, each at its best step, and their distance from the best.
 
     Attributes:
         best (str): The adapter with the smallest loss, or with the largest reward.
-        measure (Measure): Its "base" is the best adapter; the others are the rest, the better ones first.
-        steps (dict): Name -> the step at which the adapter was measured so.
+        measure (Measure): Its "base" is the best adapter; the others follow, better ones first.
+        steps (dict): Name -> the step at which the adapter was measured.
     """
 
     best: str
@@ -161,7 +161,7 @@ class Comparison:
         return f"{columns(titles, rows)}\n\n{self.sentence()}"
 
     def table(self) -> List[List[str]]:
-        """Returns rows of texts, the first of which names the columns."""
+        """Returns rows of strings, the first of which names the columns."""
         rows = [["adapter", self.measure.name, "95 % interval", "at step", "minus best", "95 % interval", ""]]
         for name, value in self.measure.values.items():
             adapter = self.best if name == BASE else name
@@ -172,7 +172,7 @@ class Comparison:
         return rows
 
     def sentence(self) -> str:
-        """Returns what the rows tell."""
+        """Returns a sentence on the rows."""
         near = [name for name, verdict in self.measure.verdicts.items() if verdict == NOT_TOLD_APART]
         extreme = "smallest" if self.measure.smaller_is_better else "largest"
         text = f"{self.best} has the {extreme} {self.measure.name}, {number(self.measure.values[BASE].value)}"
@@ -191,10 +191,10 @@ def compare(
     """Returns which adapter is best; None if none has a finite loss.
 
     Args:
-        losses (mapping): Name -> float64 [rows], the sum of the losses of each held-out row, or minus its reward.
-        counts (array): float64 [rows], how many labels of each row count.
+        losses (mapping): Name -> float64 [rows], the summed loss of each held-out row, or minus its reward.
+        counts (array): float64 [rows], the number of counted labels in each row.
         steps (mapping): Name -> the step at which the adapter was measured.
-        source (str): What the rows are called.
+        source (str): Name of the rows.
         are_rewards (bool): Whether the losses are rewards times -1. Default: False.
     """
     means = {name: float(rows.sum()) for name, rows in losses.items() if np.isfinite(rows).all()}

@@ -1,14 +1,14 @@
-"""What so few examples tell: values with intervals, and paired differences of adapters to their base."""
+"""Statistics of small samples: values with intervals, and paired differences of adapters from their base."""
 
 import dataclasses
 from typing import Callable, Dict, Mapping, Optional
 
 import numpy as np
 
-# Resamples of the examples, and how much of them an interval leaves out on each side.
+# Number of resamples, and the share of them that an interval leaves out on each side.
 RESAMPLES = 2000
 _TAIL = 2.5
-# By chance, five examples in a row all agree in one of 16 cases: they never tell two models apart at 95 %.
+# By chance, five examples in a row all agree in one of 16 cases: they never distinguish two models at 95 %.
 LEAST_EXAMPLES = 6
 
 BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
@@ -16,7 +16,7 @@ BETTER, WORSE, NOT_TOLD_APART = "better", "worse", "not told apart"
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A value, and the interval that holds 95 % of its resamples; no interval below LEAST_EXAMPLES examples."""
+    """A value, and the interval that holds 95 % of its resamples; None with fewer than LEAST_EXAMPLES examples."""
 
     value: float
     low: Optional[float] = None
@@ -28,12 +28,12 @@ class Measure:
     """One measure of a base and its adapters on the same examples.
 
     Attributes:
-        name (str): Such as "perplexity".
-        source (str): What it was measured on: a file.
+        name (str): Its name, such as "perplexity".
+        source (str): The file on which it was measured.
         examples (int): How many examples (windows, rows, questions, samples) were resampled.
         smaller_is_better (bool): Whether a smaller value is a better one.
         values (dict): Name -> Estimate: BASE and the adapters.
-        differences (dict): Name of an adapter -> Estimate of its value minus the base's, of the same resamples.
+        differences (dict): Name of an adapter -> Estimate of its value minus the base's, on the same resamples.
         verdicts (dict): Name of an adapter -> BETTER, WORSE or NOT_TOLD_APART.
     """
 
@@ -46,7 +46,7 @@ class Measure:
     verdicts: Dict[str, str]
 
 
-# What reports call the base.
+# Reports' name of the base.
 BASE = "base"
 
 
@@ -63,13 +63,13 @@ def measure(
 
     The examples i are resampled with replacement, RESAMPLES times and for all models alike (paired): the interval of a
     value, or of a difference to the base's, is from its 2.5th to its 97.5th percentile. An adapter is better or worse
-    if the interval of its difference leaves out 0.
+    if the interval of its difference excludes 0.
 
     Args:
-        amounts (mapping): Model -> float64 [n], of each example; None is the base.
-        weights (array): float64 [n], of each example; their sum is above 0.
-        transform (callable): Elementwise and growing. Default: the identity.
-        seed (int): Of the resamples.
+        amounts (mapping): Model -> float64 [n], a number for each example; None is the base.
+        weights (array): float64 [n], a weight for each example; their sum is above 0.
+        transform (callable): An increasing elementwise function. Default: the identity.
+        seed (int): Seed of the resamples.
 
     Source: Efron, Bootstrap Methods: Another Look at the Jackknife, 1979; Koehn, Statistical Significance Tests for
     Machine Translation Evaluation, 2004.
@@ -91,7 +91,7 @@ def measure(
 
 
 def _draws(count: int, seed: int) -> np.ndarray:
-    """Returns how often each resample has each example, [RESAMPLES, count]; none if there are too few examples."""
+    """Returns how often each resample has each example, [RESAMPLES, count]; None with too few examples."""
     if count < LEAST_EXAMPLES:
         return np.zeros((0, count))
     return np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), RESAMPLES)

@@ -1,7 +1,7 @@
-"""How likely texts are to a base and its adapters: perplexity, bits per byte, forgetting.
+"""Likelihoods of texts under a base and its adapters: perplexity, bits per byte, forgetting.
 
-Texts are read in windows that overlap, held-out rows as training sees them. Forgetting is how far an adapter has moved
-the model away from what its base would say itself, without any data."""
+Texts are read in overlapping windows, held-out rows as in training. Forgetting measures how far an adapter has moved
+the model away from its base's own texts, without any data."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from mindlora.serving.engine import Engine
 from mindlora.serving.evaluation.statistics import Measure, measure
 from mindlora.serving.request import Request, Sampling
 
-# Who is asked: the name of an adapter, or None for the base.
+# The name of an adapter, or None for the base.
 Model = Optional[str]
 _LAYOUT = Layout(("text",))
 FORGETTING = "forgetting"
@@ -30,17 +30,17 @@ FORGETTING_SOURCE = "samples of the base"
 
 
 class Passage(NamedTuple):
-    """Tokens, of which those from index ``first`` on are scored; at most seq_length + 1, and ``first`` is 1 or more."""
+    """Tokens that are scored from index ``first``, at least 1, on; at most seq_length + 1 of them."""
 
     tokens: List[int]
     first: int = 1
 
 
 class Scores(NamedTuple):
-    """What a model gives to the n scored tokens of a passage.
+    """A model's scores of the n scored tokens of a passage.
 
     Attributes:
-        logprobs (array [n]): float64, log p(token | those before it), in nats.
+        logprobs (array [n]): float64, log p(token | tokens before it), in nats.
         likeliest (array [n]): int64, the token that the model would have chosen.
     """
 
@@ -51,7 +51,7 @@ class Scores(NamedTuple):
 def score(engine: Engine, passages: Sequence[Passage], models: Sequence[Model]) -> Dict[Model, List[Scores]]:
     """Returns the scores of each passage by each model, computed together by a started engine.
 
-    Raises LoraError: what Engine.submit raises, and the error of a request that failed.
+    Raises LoraError: the errors of Engine.submit, and that of a failed request.
     """
     asked = [
         (passage.tokens, Sampling(max_tokens=0, prompt_logprobs=1, scored_from=passage.first), model)
@@ -68,9 +68,9 @@ def score(engine: Engine, passages: Sequence[Passage], models: Sequence[Model]) 
 
 
 def ask(engine: Engine, requests: Iterable[Tuple[List[int], Sampling, Model]]) -> Iterator[Tuple[Request, str]]:
-    """Yields what became of (prompt, sampling, model), in order: the finished request and the text of its answer.
+    """Yields, in order, the finished request and the text of its answer for each (prompt, sampling, model).
 
-    Where there are more requests than may wait, the rest is asked as others end. Raises as ``score`` does.
+    Requests beyond the queue's limit are sent as others end. Raises as ``score`` does.
     """
     waiting: Deque[Stream] = collections.deque()
     for tokens, sampling, model in requests:
@@ -87,11 +87,11 @@ def _finished(stream: Stream) -> Tuple[Request, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ScoredText:
-    """A passage, which of its scored tokens count, and their bytes.
+    """A passage, the scored tokens that count, and their bytes.
 
     Attributes:
         counts (array): bool, for each scored token whether it counts.
-        bytes (float): Bytes of text, in UTF-8, that the tokens which count stand for.
+        bytes (float): Bytes of text, in UTF-8, for which the counted tokens stand.
     """
 
     passage: Passage
@@ -123,7 +123,7 @@ def _text_of(row):
 
 
 def start_tokens(tokenizer: Any) -> List[int]:
-    """Returns what comes before the first token of a text, for it to be predicted: bos, or else eos, or nothing."""
+    """Returns the tokens before the first token of a text, so that it is predicted: bos, or else eos, or none."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
@@ -133,8 +133,8 @@ def start_tokens(tokenizer: Any) -> List[int]:
 def windows(tokens: Sequence[int], seq_length: int, overlap: int) -> Iterator[Passage]:
     """Yields passages in which each token but the first is scored once.
 
-    A passage predicts up to ``seq_length`` tokens. Each but the first one has ``overlap`` tokens, 1 to seq_length, of
-    the passage before it for a beginning, which it does not score again.
+    A passage predicts up to ``seq_length`` tokens. Each except the first begins with ``overlap`` tokens, 1 to
+    seq_length, of the passage before it, which it does not score again.
 
     Source: Baevski and Auli, Adaptive Input Representations for Neural Language Modeling, 2019.
     """
@@ -165,9 +165,9 @@ def passages_of_texts(texts: Sequence[str], tokenizer: Any, seq_length: int, ove
 
 
 def passages_of_rows(path: str, tokenizer: Any, seq_length: int) -> List[ScoredText]:
-    """Returns the rows of a MindRecord of ``mindlora data``, of which the tokens count that have a label.
+    """Returns the rows of a MindRecord of ``mindlora data``, whose tokens with a label count.
 
-    Examples that are packed into one row are apart. ``path`` may be a folder of MindRecords. Raises DataError if it
+    Examples packed into one row are separated. ``path`` may be a folder of MindRecords. Raises DataError if it
     cannot be read, or a row is longer than ``seq_length`` + 1 tokens.
     """
     made = []
@@ -191,7 +191,7 @@ def passages_of_rows(path: str, tokenizer: Any, seq_length: int) -> List[ScoredT
 
 
 def _example(tokens: np.ndarray, counts: np.ndarray, tokenizer: Any) -> List[ScoredText]:
-    """Returns an example without what comes after its last token that counts; nothing if none counts."""
+    """Returns an example up to its last counted token; an empty one if no token counts."""
     places = np.flatnonzero(counts[1:]) + 1
     if not len(places):
         return []
@@ -221,7 +221,7 @@ def measure_texts(
 
         perplexity = exp(-sum_i log p_i / n),    bits per byte = -sum_i log2 p_i / bytes
 
-    over the n tokens that count; the examples that are resampled are windows or rows.
+    over the n counted tokens; windows or rows are the resampled examples.
     """
     scores = score(engine, [text.passage for text in texts], models)
     nats = {model: _nats(texts, scores[model]) for model in models}
@@ -235,7 +235,7 @@ def measure_texts(
 
 
 def _nats(texts: Sequence[ScoredText], scores: Sequence[Scores]) -> np.ndarray:
-    """Returns -log p of what counts in each text, float64 [texts]."""
+    """Returns -log p of the counted tokens of each text, float64 [texts]."""
     return np.array([-one.logprobs[text.counts].sum() for one, text in zip(scores, texts)])
 
 
@@ -244,9 +244,9 @@ def measure_forgetting(engine: Engine, samples: int, max_tokens: int, models: Se
 
         KL(base || tuned) = E_{x ~ base} [log p_base(x) - log p_tuned(x)]
 
-    The expectation is the mean over the tokens of ``samples`` texts that the base says at temperature 1, each from the
-    beginning and of up to ``max_tokens`` tokens, drawn by ``seed``; they are the examples that are resampled. Every
-    adapter is measured on the same ones. It is 0 for the base; by chance it can be a little below 0.
+    The expectation is the mean over the tokens of ``samples`` texts that the base generates at temperature 1, each from
+    the beginning and of up to ``max_tokens`` tokens, drawn by ``seed``; they are the examples that are resampled. Every
+    adapter is measured on the same texts. It is 0 for the base; by chance it can be slightly below 0.
 
     Source: Kullback and Leibler, On Information and Sufficiency, 1951.
     """
@@ -263,7 +263,7 @@ def _sums(scores: Sequence[Scores]) -> np.ndarray:
 
 
 def draw_samples(engine: Engine, samples: int, max_tokens: int, seed: int) -> List[Passage]:
-    """Returns texts that the base says, from nothing but the token that begins a text; all their tokens are scored.
+    """Returns texts that the base generates from the token that begins a text; all their tokens are scored.
 
     If the tokenizer has no such token, each text begins with another token of the vocabulary, which is not scored.
     """

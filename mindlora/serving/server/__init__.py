@@ -1,1 +1,1 @@
-"""An HTTP server for an engine, with OpenAI's API as vLLM has it: completions, chat, models, adapters at run time."""
+"""An HTTP server for an engine, with OpenAI's API as in vLLM: completions, chat, models, adapters at run time."""

@@ -12,14 +12,14 @@ from typing import Any, Dict, Iterator, Mapping, Optional
 from mindlora.core.errors import ConfigError
 from mindlora.serving.server.errors import CLIENT_GONE, ApiError
 
-# What a load balancer asks tells nothing about anyone, and neither does the page, which asks for a key itself.
+# Paths for load balancers reveal nothing about users, and neither does the page, which asks for a key itself.
 _OPEN = ("/", "/health", "/ready")
 
 
 class ApiKeys:
-    """The keys in a file, one "name key" a line; empty lines and those that begin with # count for nothing.
+    """The keys in a file, one "name key" per line; empty lines and lines that begin with # are ignored.
 
-    Raises ConfigError if it cannot be read, holds no key, or a line is not a name and a key, or has one that was there.
+    Raises ConfigError if it cannot be read, holds no key, or a line is not a name and a key, or repeats one.
     """
 
     def __init__(self, path: str):
@@ -62,7 +62,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class KeyCheck:
-    """The part of the app that lets requests pass if they have a key, and notes whose it is. No keys: all pass."""
+    """Middleware that lets requests pass if they have a key, and records its name. Without keys, all pass."""
 
     def __init__(self, app: Any, keys: Optional[ApiKeys]):
         self._app = app
@@ -82,7 +82,7 @@ class KeyCheck:
 
 
 class HostCheck:
-    """The part of the app that lets a server without keys answer this machine alone.
+    """Middleware that makes a server without keys answer only this machine.
 
     A web page of another site can make its own name resolve to 127.0.0.1 (DNS rebinding). Its requests then come from
     a browser on this machine, but name that site as their host.
@@ -106,7 +106,7 @@ class HostCheck:
 
 
 def _is_address(host: str) -> bool:
-    """Returns whether the host of a request is localhost or an IP address, whatever its port."""
+    """Returns whether the host of a request is localhost or an IP address, with any port."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
     try:
         return name.lower() == "localhost" or bool(ipaddress.ip_address(name.strip("[]")))
@@ -115,7 +115,7 @@ def _is_address(host: str) -> bool:
 
 
 def _bearer(scope: Mapping[str, Any]) -> bytes:
-    """Returns the key in the header Authorization, empty if there is none."""
+    """Returns the key in the header Authorization, or "" if there is none."""
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -123,9 +123,9 @@ def _bearer(scope: Mapping[str, Any]) -> bytes:
 
 
 class FramingCheck:
-    """The part of the app that refuses a request with two lengths, and closes its connection.
+    """Middleware that refuses a request with two lengths, and closes its connection.
 
-    What a proxy took for the body by Content-Length may be another request by Transfer-Encoding (request smuggling).
+    A body by Content-Length, as a proxy read it, may contain another request by Transfer-Encoding (request smuggling).
     """
 
     def __init__(self, app: Any):
@@ -143,7 +143,7 @@ class FramingCheck:
 
 
 class BodyLimit:
-    """The part of the app that reads the whole body of a request before anything else does.
+    """Middleware that reads the whole body of a request before anything else does.
 
     A body of more than max_bytes is answered with 413, one that takes longer than ``seconds`` with 408.
     """
@@ -200,15 +200,15 @@ class BodyLimit:
 
 
 def client_gone() -> ApiError:
-    """Returns what ends a request whose client is gone."""
+    """Returns the exception that ends a request whose client is gone."""
     return ApiError("The client closed the connection.", CLIENT_GONE, "disconnected")
 
 
 class KeyLimits:
     """Counts requests by key. Without keys, all clients count as one.
 
-    ``at_once`` limits those that run or wait, ``per_minute`` those sent in a minute, of which unused ones may come at
-    once (a bucket of tokens). None sets no limit.
+    ``at_once`` limits requests that run or wait, ``per_minute`` requests sent in a minute, of which unused ones may
+    come at once (a token bucket). None sets no limit.
     """
 
     def __init__(self, at_once: Optional[int], per_minute: Optional[int]):
@@ -219,7 +219,7 @@ class KeyLimits:
 
     @contextlib.contextmanager
     def hold(self, key: Optional[str], now: Optional[float] = None) -> Iterator[None]:
-        """Counts one request of a key while the context lasts; raises ApiError, 429, if the key has reached a limit."""
+        """Counts one request of a key within the context; raises ApiError, 429, if the key has reached a limit."""
         running = self._open.get(key, 0)
         if self._at_once is not None and running >= self._at_once:
             raise ApiError(
@@ -258,7 +258,7 @@ class _Bucket:
         self._filled = now
 
     def take(self, now: float) -> float:
-        """Takes one out, and returns 0; or returns the seconds until there is one."""
+        """Takes one token and returns 0, or returns the seconds until there is one."""
         rate = self._size / 60
         self._level = min(self._size, self._level + (now - self._filled) * rate)
         self._filled = now

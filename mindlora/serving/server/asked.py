@@ -1,4 +1,4 @@
-"""Asked: what every object of a request is, and how its fields are checked."""
+"""Asked: base class of all objects in a request, with the check of their fields."""
 
 from typing import Annotated, Any, ClassVar, Dict, Tuple
 
@@ -19,16 +19,16 @@ Text = Annotated[str, AfterValidator(_whole_characters)]
 
 # They only describe the request.
 _NOTES = ("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier", "user")
-# Field -> values besides null that ask for nothing.
+# Field -> values besides null that have no effect.
 Table = Dict[str, Tuple[Any, ...]]
 
 
 class Asked(BaseModel):
-    """What requests hold.
+    """An object in a request.
 
     Attributes:
-        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They may be there as long as they
-            ask for nothing.
+        unsupported (dict): Fields of OpenAI's and vLLM's APIs that this server lacks. They are accepted as long as they
+            have no effect.
         passes_unknown (bool): Whether fields of any other name pass. They do in messages, which may come from another
             server with fields of its own.
     """
@@ -40,15 +40,15 @@ class Asked(BaseModel):
     def check_extra(self, where: str = "") -> None:
         """Checks the fields that the schema does not declare, here and in all objects within.
 
-        Raises ApiError, 400, if one asks for something or is not known.
-        ``where`` is this object's path in the request, with a dot behind it; "" for the request itself.
+        Raises ApiError, 400, if one would have an effect or is unknown.
+        ``where`` is this object's path in the request, followed by a dot; "" for the request itself.
         """
         self._check_own_extra(where)
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Asked):
                 value.check_extra(f"{where}{name}.")
-            # Lists are of one kind: those of tokens are long, and need no look.
+            # Lists have items of one kind: lists of tokens are long, and need no check.
             elif isinstance(value, list) and value and isinstance(value[0], Asked):
                 for number, each in enumerate(value):
                     each.check_extra(f"{where}{name}.{number}.")

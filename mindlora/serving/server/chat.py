@@ -21,10 +21,10 @@ from mindlora.serving.tools import CallBegin, CallReader, Part, tool_constraint
 
 
 class ChatForm(Form):
-    """An answer as /v1/chat/completions shows it.
+    """The form of answers of /v1/chat/completions.
 
     Attributes:
-        thoughts (Thoughts or None): What answers may think first; set once there is the prompt.
+        thoughts (Thoughts or None): The thoughts that answers may begin with; set once the prompt is known.
         thought_tokens (int): Tokens of thoughts so far.
     """
 
@@ -50,7 +50,7 @@ class ChatForm(Form):
         return constraint if constraint is None or self.thoughts is None else self.thoughts.before(constraint)
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.ChatChoice]:
-        """Returns the choices that show a piece: first the role, then what each piece adds."""
+        """Returns the choices that show a piece: first the role, then each piece's addition."""
         choices = []
         if choice not in self._readers:
             calls = self._make_reader() if self._make_reader else None
@@ -94,7 +94,7 @@ class ChatForm(Form):
         return schemas.ChatCompletion(object="chat.completion", **self.head, choices=answers, usage=usage, **prompt)
 
     def _prompt(self) -> Dict[str, Any]:
-        """Returns the field of the prompt's token ids, if they are to be shown."""
+        """Returns the field of the prompt's token ids, if they are shown."""
         return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[0]}
 
     def _logprobs(self, sampled: List[Any]) -> schemas.ChatLogprobs:
@@ -109,7 +109,7 @@ class ChatForm(Form):
 
 
 class _AnswerReader:
-    """Takes one answer apart as it comes: its thought, unless that is not shown, its text and its calls, if any."""
+    """Splits an answer as it arrives into its thought, if shown, its text and its calls, if any."""
 
     def __init__(self, thoughts: ThoughtReader, calls: Optional[CallReader], shows_thoughts: bool):
         self._thoughts = thoughts
@@ -118,16 +118,16 @@ class _AnswerReader:
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes next is part of a thought."""
+        """Whether the next text is part of a thought."""
         return self._thoughts.thinks
 
     @property
     def has_called(self) -> bool:
-        """Whether the answer has calls, all of them to their ends."""
+        """Whether the answer has calls, all of them complete."""
         return self._calls is not None and self._calls.complete
 
     def read(self, text: str, last: bool) -> List[schemas.Answer]:
-        """Returns what a piece of the answer adds; ``last`` says that no more comes."""
+        """Returns a piece's addition to the answer; ``last`` marks the last piece."""
         thought, text = self._thoughts.read(text, last)
         deltas = []
         if thought and self._shows_thoughts:
@@ -138,7 +138,7 @@ class _AnswerReader:
 
 
 def _delta(part: Part) -> schemas.Answer:
-    """Returns what a part of an answer adds to it."""
+    """Returns a part's addition to an answer."""
     if isinstance(part, str):
         return schemas.Answer(content=part)
     if isinstance(part, CallBegin):
@@ -151,7 +151,7 @@ def _delta(part: Part) -> schemas.Answer:
 
 
 def _joined(deltas: Sequence[schemas.Answer]) -> schemas.Answer:
-    """Returns the whole message of an answer from what its pieces added."""
+    """Returns the whole message of an answer from its pieces' additions."""
     text = "".join(delta.content or "" for delta in deltas)
     thought = "".join(delta.reasoning_content or "" for delta in deltas)
     calls = _joined_calls(deltas)
@@ -162,7 +162,7 @@ def _joined(deltas: Sequence[schemas.Answer]) -> schemas.Answer:
 
 
 def _joined_calls(deltas: Sequence[schemas.Answer]) -> List[schemas.CalledTool]:
-    """Returns the whole calls of an answer from what its pieces added."""
+    """Returns the complete calls of an answer from its pieces' additions."""
     calls: List[schemas.CalledTool] = []
     for delta in deltas:
         for call in delta.tool_calls or ():
@@ -206,7 +206,7 @@ async def answer_chat(request: Request, body: schemas.ChatRequest, make_form: Ca
 
 
 def _constraint(body: schemas.ChatRequest, functions: Dict[int, Function], prompts: Prompts) -> Optional[Constraint]:
-    """Returns what an answer must be that may call ``functions``, tools by their place; None for any text."""
+    """Returns the constraint on an answer that may call ``functions``, tools by their place; None for any text."""
     said = body.constraint()
     if not functions:
         return said

@@ -13,14 +13,14 @@ from mindlora.serving.server.context import Context
 from mindlora.serving.server.errors import ApiError
 from mindlora.serving.server.generation import Form, accept, answer, joined_logprobs
 
-# OpenAI's.
+# OpenAI's default.
 _MAX_TOKENS = 16
 
 
 class CompletionForm(Form):
-    """An answer as /v1/completions shows it; ``echoes`` come before each answer, and are empty for nothing.
+    """The form of answers of /v1/completions; ``echoes`` come before each answer, "" for none.
 
-    Where an echo has logprobs, they begin with those of the prompt's tokens; the first has none.
+    If an echo has logprobs, they begin with those of the prompt's tokens; the first token has none.
     """
 
     prefix = "cmpl"
@@ -32,7 +32,7 @@ class CompletionForm(Form):
         self._offsets: Dict[int, _Offsets] = {}
 
     def chunks(self, choice: int, piece: Any) -> List[schemas.CompletionChoice]:
-        """Returns the choice that shows a piece, if there is something to show."""
+        """Returns the choice that shows a piece, if there is anything to show."""
         text = piece.text
         ids = self.ids(piece.tokens)
         if choice not in self._offsets:
@@ -80,15 +80,15 @@ class CompletionForm(Form):
     def _likeliest(self, entry: Any) -> Optional[Dict[str, float]]:
         if entry.logprob is None:
             return None
-        # The chosen token is among them in any case, as in OpenAI's, under the name that it has among the tokens.
+        # The chosen token is always among them, as in OpenAI's, under its name among the tokens.
         named = self.texts.named([(entry.token, entry.logprob), *entry.top])
         return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
 class _Offsets:
-    """Where each token begins in a text, in characters: one in the middle of a character begins with that.
+    """The place in characters where each token begins in a text; a token inside a character begins with it.
 
-    ``begin`` is what is known of the text before its first token is added.
+    ``begin`` is the known text before its first token.
     """
 
     def __init__(self, begin: str):
@@ -97,9 +97,9 @@ class _Offsets:
         self._place = 0
 
     def add(self, data: bytes) -> int:
-        """Returns where the next token begins, which adds ``data`` to the text."""
+        """Returns the place where the next token, which adds ``data`` to the text, begins."""
         place = self._place
-        # Decoders leave out the space before the first word of a text.
+        # Decoders omit the space before the first word of a text.
         if not place and self._begin and not self._begin.startswith(" "):
             data = data.removeprefix(b" ")
         self._place += len(self._decoder.decode(data))

@@ -1,4 +1,4 @@
-"""Context: what all handlers of one server share."""
+"""Context: the state that all handlers of a server share."""
 
 import time
 from typing import Any
@@ -17,11 +17,11 @@ from mindlora.serving.server.settings import ServerSettings
 
 
 class Context:
-    """An engine with what the server keeps beside it.
+    """An engine and the server's state beside it.
 
     Attributes:
-        starting (bool): Whether the engine does not take requests yet.
-        draining (bool): Whether the server is about to stop, and takes no more requests.
+        starting (bool): Whether the engine is not ready for requests yet.
+        draining (bool): Whether the server is about to stop and takes no more requests.
     """
 
     def __init__(self, engine: Any, settings: ServerSettings):
@@ -41,7 +41,7 @@ class Context:
         self.log = RequestLog(settings.request_log)
 
     def told(self, error: BaseException) -> ApiError:
-        """Returns what a client is told of an error."""
+        """Returns the error that a client gets."""
         return as_api_error(error, self.engine.adapters.registry)
 
 

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API shows them: a status, and {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: a status, and {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_t
 class ApiError(ServingError):
     """An answer other than success, with HTTP's ``status``.
 
-    ``code`` is a word for programs, as OpenAI has them; ``param`` is the field of the request that is wrong, and after
+    ``code`` is one of OpenAI's words for programs; ``param`` is the wrong field of the request, and after
     ``retry_after`` seconds another try may succeed.
     """
 
@@ -61,7 +61,7 @@ class ApiError(ServingError):
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        # As ASCII: a message may quote a field's name that no encoding takes.
+        # As ASCII, since a message may quote a field's name that no encoding can represent.
         return Response(json.dumps(self.content), self.status, headers, "application/json")
 
     async def answer(self, scope: Any, receive: Any, send: Any, headers: Optional[Mapping[str, str]] = None) -> None:
@@ -71,9 +71,9 @@ class ApiError(ServingError):
 
 
 def as_api_error(error: BaseException, registry: AdapterRegistry) -> ApiError:
-    """Returns what a client is told of an error: no path of the server's files, which the log has.
+    """Returns the error that a client gets, without paths of the server's files, which the log has.
 
-    One that was not foreseen is written to the log alone. ``registry`` knows the paths of adapters.
+    Unexpected errors are written only to the log. ``registry`` knows the paths of adapters.
     """
     if isinstance(error, ApiError):
         return error
@@ -106,14 +106,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
-    """Gives the request's record the code of an error as its reason."""
+    """Sets the reason in the request's record to the code of an error."""
     record = scope.get("state", {}).get("record")
     if record is not None:
         record.reason = error.code
 
 
 def _invalid(errors: Sequence[Any]) -> ApiError:
-    """Returns what pydantic found, in words."""
+    """Returns a description of pydantic's errors."""
     meant = _meant(errors)
     first = meant[0]
     param = _path(first["loc"]) or None
@@ -128,9 +128,9 @@ def _invalid(errors: Sequence[Any]) -> ApiError:
 
 
 def _meant(errors: Sequence[Any]) -> List[Any]:
-    """Returns the errors to tell of: a field that takes several kinds of value has some for each kind.
+    """Returns the errors to report, as a field that takes several kinds of value has errors for each kind.
 
-    The deepest are of the kind that was meant, or if there are several, the one with the fewest errors.
+    The deepest belong to the kind that was meant; of several such kinds, the one with the fewest errors counts.
     """
     depth = max(len(error["loc"]) for error in errors)
     kinds: Dict[Any, List[Any]] = {}
@@ -142,7 +142,7 @@ def _meant(errors: Sequence[Any]) -> List[Any]:
 
 
 def _path(loc: Sequence[Any]) -> str:
-    """Returns the place of an error without the kinds that pydantic names in it, such as list[int]."""
+    """Returns the place of an error without pydantic's names of kinds, such as list[int]."""
     kinds = ("str", "int")
     parts = [part for part in loc[1:] if isinstance(part, int) or (part.isidentifier() and part not in kinds)]
     return ".".join(map(str, parts))

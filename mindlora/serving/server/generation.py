@@ -1,4 +1,4 @@
-"""From a request for completions to its answer: Call, the engine's requests behind it, and how they are sent."""
+"""From a request for completions to its answer: Call, its requests to the engine, and sending the answer."""
 
 import asyncio
 import contextlib
@@ -36,17 +36,17 @@ from mindlora.serving.server.errors import ApiError, note_error
 from mindlora.serving.server.schemas import CachedTokens, Usage
 
 Body = Union[schemas.CompletionRequest, schemas.ChatRequest]
-# Makes the tokens of a request's prompts.
+# Tokenizes a request's prompts.
 Prepare = Callable[[Context], List[List[int]]]
-# Seconds in which another server may be there.
+# Seconds after which another server may be available.
 _SOON = 10
-# Characters of a header, which clients bound.
+# Maximum length of a header, which clients limit.
 _LONGEST_HEADER = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request asks the engine for: ``n`` answers to each prompt's token ids, which has a sampling of its own."""
+    """A request's needs from the engine: ``n`` answers to each prompt's token ids, with a sampling for each prompt."""
 
     model: str
     prompts: Sequence[List[int]]
@@ -55,7 +55,7 @@ class Asked:
 
 
 class Call:
-    """Submits what is asked for, and hands out the pieces of all answers as they come.
+    """Submits requests to the engine, and yields the pieces of all answers as they arrive.
 
     The second and further answers to a prompt are submitted when the first one has its first token, so that they find
     the prompt's keys and values in the cache. The body of the HTTP request has been read.
@@ -70,7 +70,7 @@ class Call:
         self._reasons: Dict[int, str] = {}
         self._last: Dict[int, float] = {}
         self._closed = False
-        # Why the call ends early.
+        # The reason why the call ends early.
         self._end: Optional[ApiError] = None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
@@ -118,7 +118,7 @@ class Call:
             yield choice, piece
 
     def close(self) -> None:
-        """Cancels what still runs, and completes the request's record. May be called again."""
+        """Cancels running requests, and completes the request's record. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -139,13 +139,13 @@ class Call:
         )
 
     def failed(self, error: Exception) -> ApiError:
-        """Notes why the call failed, where no other part of the app will; returns what the client is told."""
+        """Records why the call failed, if no other part of the app will; returns the client's error."""
         problem = self._context.told(error)
         note_error(self._request.scope, problem)
         return problem
 
     async def _submit(self, choices: Sequence[int]) -> None:
-        # In a thread, because the engine may be in the middle of a step.
+        # In a thread, since the engine may be in the middle of a step.
         await asyncio.to_thread(self._submit_now, choices)
 
     def _submit_now(self, choices):
@@ -158,7 +158,7 @@ class Call:
             try:
                 stream = self._context.engine.submit(self.asked.prompts[prompt], sampling, adapter=adapter)
             except ServingError:
-                check_ready(self._context)  # it may have been told to stop meanwhile
+                check_ready(self._context)  # it may have been asked to stop meanwhile
                 raise
             self._streams[choice] = stream
             if self._closed:  # meanwhile
@@ -167,7 +167,7 @@ class Call:
             stream.add_listener(lambda piece, choice=choice: self._post(choice, piece))
 
     def _post(self, choice, piece):
-        """Called in the engine's thread, which nothing of the server's may stop."""
+        """Called in the engine's thread, which the server must not block."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, piece, time.monotonic()))
 
@@ -238,7 +238,7 @@ def check_ready(context: Context) -> None:
 
 
 def still_starting() -> ApiError:
-    """Returns what a client is told before the engine takes requests."""
+    """Returns the error for clients before the engine takes requests."""
     return ApiError(f"The server is starting: ask again in {_SOON} seconds.", 503, "starting", retry_after=_SOON)
 
 
@@ -267,9 +267,9 @@ def _event(chunk: Any) -> bytes:
 
 
 class _EventStream(Response):
-    """An answer that is sent while it is made. An error in the middle of it becomes an event.
+    """An answer that is sent while it is generated. An error in the middle of it becomes an event.
 
-    The call is closed when the answer has been sent, or cannot be.
+    The call is closed when the answer has been sent or cannot be sent.
     """
 
     media_type = "text/event-stream"
@@ -305,13 +305,13 @@ async def _send(send: Any, event: bytes) -> None:
 
 
 class Form:
-    """How one of the APIs shows an answer.
+    """The form of answers of one of the APIs.
 
     Attributes:
-        prefix (str): What the answer's id begins with.
-        head (dict): What the whole answer and every chunk of it begin with.
-        prompt_ids (list of list of int, or None): The prompt's token ids of each choice, where ids are to be shown.
-        ending (bytes): What a stream ends with.
+        prefix (str): The beginning of the answer's id.
+        head (dict): The first fields of the whole answer and of each chunk.
+        prompt_ids (list of list of int, or None): The prompt's token ids for each choice, if ids are shown.
+        ending (bytes): The end of a stream.
         includes_usage (bool): Whether a stream ends with a chunk of usage.
     """
 
@@ -325,15 +325,15 @@ class Form:
         self.head: Dict[str, Any] = {"model": model}
 
     def begin(self, identity: str, created: int) -> None:
-        """Takes what the server says of the answer."""
+        """Takes the server's facts about the answer."""
         self.head.update(id=f"{self.prefix}-{identity}", created=created)
 
     def constrained(self, constraint: Optional[Constraint]) -> Optional[Constraint]:
-        """Returns what all of an answer must be whose shown text is constrained; called once there are prompts."""
+        """Returns the constraint on a whole answer whose shown text is constrained; called once there are prompts."""
         return constraint
 
     def chunks(self, choice: int, piece: Any) -> List[Any]:
-        """Returns the choices that show a piece of an answer: none, one or several."""
+        """Returns the choices, zero or more, that show a piece of an answer."""
         raise NotImplementedError
 
     def chunk(self, choices: Sequence[Any], **usage: Any) -> BaseModel:
@@ -342,7 +342,7 @@ class Form:
 
     def events(self, choice: int, piece: Any) -> List[bytes]:
         """Returns the events of a stream that show a piece of an answer."""
-        # With usage every chunk has the field, and it is null in all but the last.
+        # With usage, every chunk has the field, which is null in all except the last.
         usage = {"usage": None} if self.includes_usage else {}
         return [_event(self.chunk([part], **usage)) for part in self.chunks(choice, piece)]
 
@@ -355,11 +355,11 @@ class Form:
         return b"data: " + json.dumps(problem.content).encode() + b"\n\n"
 
     def whole(self, choices: Sequence[Sequence[Any]], usage: schemas.Usage) -> BaseModel:
-        """Returns the answer; ``choices`` has what ``chunks`` returned for each."""
+        """Returns the answer; ``choices`` has the results of ``chunks`` for each."""
         raise NotImplementedError
 
     def ids(self, tokens: Iterable[int]) -> Dict[str, Any]:
-        """Returns the field of a choice for its token ids, if they are to be shown."""
+        """Returns the field of a choice for its token ids, if they are shown."""
         return {} if self.prompt_ids is None else {"token_ids": list(tokens)}
 
     def joined_ids(self, choices: Sequence[Any]) -> Dict[str, Any]:
@@ -368,7 +368,7 @@ class Form:
 
 
 def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
-    """Returns the logprobs of an answer from those of the choices that show its pieces; None where none has any."""
+    """Returns the logprobs of an answer from those of the choices that show its pieces; None without any."""
     parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
     if not parts:
         return None
@@ -381,7 +381,7 @@ def joined_logprobs(choices: Sequence[Any]) -> Optional[Any]:
 
 
 def note_asked(request: Request, model: str, choices: int, texts: List[Any]) -> Context:
-    """Notes for the log what a request asks for; returns the context."""
+    """Records a request for the log; returns the context."""
     context = context_of(request)
     record = request.scope["state"]["record"]
     record.model = model
@@ -392,9 +392,9 @@ def note_asked(request: Request, model: str, choices: int, texts: List[Any]) -> 
 
 
 def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Context:
-    """Notes for the log what a request asks for, and checks what the schemas do not say.
+    """Records a request for the log, and makes the checks that schemas cannot.
 
-    Raises ApiError, 400, if a field asks for what this server lacks, or two fields contradict each other.
+    Raises ApiError, 400, if a field needs a feature that this server lacks, or two fields contradict each other.
     """
     context = note_asked(request, body.model, prompts * (body.n or 1), texts)
     record = request.scope["state"]["record"]
@@ -412,7 +412,7 @@ def accept(request: Request, body: Body, prompts: int, texts: List[Any]) -> Cont
 
 
 def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Grammar]:
-    """Returns what answers must be, compiled; raises ApiError, 400, if it cannot be used."""
+    """Returns the compiled constraint on answers; raises ApiError, 400, if it cannot be used."""
     if constraint is None:
         return None
     try:
@@ -422,7 +422,7 @@ def _compiled(context: Context, constraint: Optional[Constraint]) -> Optional[Gr
 
 
 def _said_of(grammar: Optional[Grammar]) -> Dict[str, str]:
-    """Returns the headers of an answer that say what of its constraint is not enforced."""
+    """Returns the headers of an answer that name the unenforced parts of its constraint."""
     if grammar is None or not grammar.loosened:
         return {}
     text = "; ".join(grammar.loosened).encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""/metrics: what the server and its engine do, for Prometheus."""
+"""/metrics: figures of the server and its engine for Prometheus."""
 
 import contextlib
 from typing import Any, Callable, Dict, Iterator, List
@@ -18,7 +18,7 @@ _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
-# Fields of EngineSnapshot, and what to say of them.
+# Fields of EngineSnapshot, and their descriptions.
 _GAUGES = {
     "waiting": ("mindlora_requests_waiting", "Requests that wait for their first step."),
     "running": ("mindlora_requests_running", "Requests that steps compute."),
@@ -28,7 +28,7 @@ _GAUGES = {
     "slots_total": ("mindlora_adapter_slots", "Adapters that fit on the device."),
     "slots_used": ("mindlora_adapter_slots_used", "Slots that hold an adapter."),
 }
-# Fields of Counts: for each tier of the adapter cache.
+# Fields of Counts, for each tier of the adapter cache.
 _TIERS = {
     "hits": ("mindlora_adapter_hits", "Adapters that the tier had when a request needed them."),
     "misses": ("mindlora_adapter_misses", "Adapters that had to be brought to the tier."),
@@ -37,7 +37,7 @@ _TIERS = {
     "failures": ("mindlora_adapter_failures", "Adapters that could not be read."),
     "seconds": ("mindlora_adapter_load_seconds", "Time spent on bringing adapters to the tier."),
 }
-# The same of single adapters.
+# The same for single adapters.
 _SLOTS = {
     "hits": ("mindlora_adapter_slot_hits", "Requests that found a busy adapter in a slot."),
     "loads": ("mindlora_adapter_slot_loads", "How often a busy adapter was copied into a slot."),
@@ -55,10 +55,10 @@ _COUNTERS = {
 
 
 class Busiest:
-    """Gives the ``count`` names that are used most a label each, and all others "other".
+    """Gives the ``count`` most used names their own labels, and all others "other".
 
-    A name takes another's place when it has clearly been used more. A counter's series then ends, and one begins at 0:
-    no series ever falls, which Prometheus would take for a restart. ``forget`` gets each name that has lost its label.
+    A name replaces another when it has clearly been used more. A counter's series then ends, and a new one begins at 0:
+    no series ever falls, which Prometheus would take for a restart. ``forget`` gets each name that loses its label.
     """
 
     def __init__(self, count: int, forget: Callable[[str], None]):
@@ -69,7 +69,7 @@ class Busiest:
 
     @property
     def shown(self) -> List[str]:
-        """The names that have a label of their own."""
+        """The names that have their own labels."""
         return list(self._shown)
 
     def label(self, name: str) -> str:
@@ -88,7 +88,7 @@ class Busiest:
 
 
 class Metrics:
-    """Counts what happens, for ``labels`` adapters by name, and asks the engine for the rest when it is read."""
+    """Counts events, by name for ``labels`` adapters, and asks the engine for the rest when it is read."""
 
     def __init__(self, engine: Any, labels: int):
         self._engine = engine
@@ -125,7 +125,7 @@ class Metrics:
         self._whole.observe(record.seconds)
         if record.queue_seconds is not None:
             self._queue.observe(record.queue_seconds)
-        # A name that the engine has not taken may be anything.
+        # A name that the engine has not accepted may be anything.
         if record.prompt_tokens:
             label = self._busiest.label(record.model)
             for counter, amount in zip(self._by_adapter, (1, record.prompt_tokens, record.generated_tokens)):
@@ -144,14 +144,14 @@ class Metrics:
 
 
 class _EngineCollector:
-    """What the engine counts itself."""
+    """The engine's own counts."""
 
     def __init__(self, engine: Any, busiest: Busiest):
         self._engine = engine
         self._busiest = busiest
 
     def describe(self) -> Iterator[Metric]:
-        """Names nothing, so that registering asks the engine nothing."""
+        """Returns no names, so that registering does not ask the engine."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

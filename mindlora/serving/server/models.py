@@ -1,4 +1,4 @@
-"""/v1/models: the base and its adapters, and /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+"""/v1/models: the base and its adapters, and /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM."""
 
 import gzip
 import json
@@ -40,11 +40,11 @@ logger = logging.getLogger("mindlora")
 
 
 class ModelList:
-    """The models that requests can name; the list is made again only when it has changed.
+    """The models that requests can name; the list is rebuilt only when it has changed.
 
-    ``created`` is the time to show for all of them, in seconds of the epoch.
+    ``created`` is the time shown for all of them, in seconds since the epoch.
 
-    Raises ConfigError if an adapter has the base's name, which could not be asked.
+    Raises ConfigError if an adapter has the base's name, so that requests could not choose it.
     """
 
     def __init__(self, engine: Any, created: int):
@@ -61,7 +61,7 @@ class ModelList:
     def check(self, model: str) -> None:
         """Raises AdapterNotFoundError if a model is neither the base nor a registered adapter.
 
-        Looks at the disk now and then, so it is called in a thread.
+        It sometimes reads the disk, so it is called in a thread.
         """
         adapter = self.adapter(model)
         if adapter is not None:
@@ -75,7 +75,7 @@ class ModelList:
         return self._entry(model)
 
     def page(self, zipped: bool) -> bytes:
-        """Returns the list as JSON, perhaps compressed by gzip."""
+        """Returns the list as JSON, optionally compressed by gzip."""
         names = self._engine.adapters.registry.names()
         rendered = self._rendered
         if names != rendered[0]:
@@ -102,7 +102,7 @@ class ModelList:
 
 
 def add_routes(router: APIRouter) -> None:
-    """Adds all four; where the operator has not allowed loading at run time, the latter two only say so."""
+    """Adds all four routes; unless the operator allows loading at run time, the last two only say so."""
 
     @router.get("/v1/models", response_model=ModelPage)
     def list_models(request: Request) -> Response:
@@ -134,7 +134,7 @@ def add_routes(router: APIRouter) -> None:
 
 
 def _takes_gzip(accepted: str) -> bool:
-    """Returns whether a client takes gzip, by its header Accept-Encoding: 0 is a no, and * means the rest."""
+    """Returns whether a client accepts gzip, by its header Accept-Encoding: 0 means no, and * all other encodings."""
     refused: Dict[str, bool] = {}
     for coding in accepted.lower().split(","):
         name, _, weight = coding.replace(" ", "").partition(";")

@@ -1,4 +1,4 @@
-"""Prompts: texts and conversations to the tokens that the model gets, within the limits."""
+"""Prompts: converts texts and conversations to the model's tokens, within the limits."""
 
 from typing import Any, FrozenSet, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -15,7 +15,7 @@ from mindlora.serving.tools import ToolFormat, format_of
 
 
 class Prompts:
-    """Makes tokens of what requests hold. Slow for long texts: to be called in a thread.
+    """Tokenizes the contents of requests. It is slow for long texts, so it is called in a thread.
 
     Raises LoraError if the chat template of the settings cannot be used.
     """
@@ -32,7 +32,7 @@ class Prompts:
         except TokenizerError as error:
             if settings.chat_template or settings.template:
                 raise
-            self._why_not = str(error)  # completions go without
+            self._why_not = str(error)  # completions work without it
 
     @property
     def ends(self) -> FrozenSet[int]:
@@ -42,13 +42,13 @@ class Prompts:
     def tokens(
         self, prompt: Union[str, Sequence[int]], add_special_tokens: bool, second: Optional[str] = None
     ) -> List[int]:
-        """Returns the tokens of a text, or of two texts as the tokenizer joins them; token ids stay what they are."""
+        """Returns the tokens of a text, or of two texts as the tokenizer joins them; token ids are unchanged."""
         if not isinstance(prompt, str):
             return list(prompt)
         return list(self._tokenizer.encode(prompt, second, add_special_tokens=add_special_tokens, verbose=False))
 
     def text(self, prompt: Union[str, Sequence[int]]) -> str:
-        """Returns the text of token ids; a text stays what it is."""
+        """Returns the text of token ids; a text is unchanged."""
         return prompt if isinstance(prompt, str) else self._decoder.decode(prompt)
 
     def chat(
@@ -59,7 +59,7 @@ class Prompts:
     ) -> List[int]:
         """Returns the tokens of a conversation, with the beginning of the assistant's turn.
 
-        ``variables`` are further ones of the template.
+        ``variables`` are further variables of the template.
 
         Raises ApiError, 400, if the model has no chat template, or RequestError if the messages do not fit into it.
         """
@@ -69,9 +69,9 @@ class Prompts:
         return self._chat.tokens([message.for_template() for message in messages], shown or None, variables)
 
     def thoughts(self, prompt: List[int], wanted: bool) -> Optional[Thoughts]:
-        """Returns what the answer to a chat may think, by its template and by how the prompt ends; None for nothing.
+        """Returns the thoughts that the answer to a chat may have, by template and end of the prompt; None for none.
 
-        Where no thought is ``wanted``, the prompt gets an empty one, unless the template knows how to do without.
+        Unless a thought is ``wanted``, the prompt gets an empty one, if the template has no switch against thoughts.
         """
         marks = marks_of(self._template)
         thoughts = None if marks is None else thoughts_after(prompt, self._tokenizer, marks)
@@ -85,7 +85,7 @@ class Prompts:
         return getattr(self._chat, "template", "")
 
     def tool_format(self) -> ToolFormat:
-        """Returns how the model calls tools; raises ApiError, 400, if its chat template does not say so."""
+        """Returns the model's form of tool calls; raises ApiError, 400, if its chat template has none."""
         form = format_of(self._template)
         if form is None:
             raise ApiError(
@@ -98,16 +98,16 @@ class Prompts:
 
     @property
     def own_tokens(self) -> Sequence[str]:
-        """The texts that the tokenizer was given as tokens of their own."""
+        """The texts that were added to the tokenizer as single tokens."""
         return tuple(self._tokenizer.get_added_vocab())
 
     def bad_words(self, words: Sequence[str]) -> Tuple[Tuple[int, ...], ...]:
-        """Returns the tokens of words that an answer must not have: of each within a word, and at the start of one."""
+        """Returns the tokens of words that an answer must not contain, each inside a word and at the start of one."""
         texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
         return tuple(tuple(self.tokens(text, add_special_tokens=False)) for text in texts)
 
     def check_text(self, tokens: Sequence[int], field: str, limit: Optional[int] = None) -> None:
-        """Checks the tokens of a text that is only read; ``limit`` is how many the model was made for, if it says so.
+        """Checks the tokens of a text that is only read; ``limit`` is the model's stated maximum, if any.
 
         Raises ApiError, 400, that names the field, if there are none or too many.
         """
@@ -120,9 +120,9 @@ class Prompts:
             raise ApiError(message, code="context_length_exceeded", param=field)
 
     def room(self, tokens: Sequence[int], asked: Optional[int], default: Optional[int]) -> int:
-        """Returns how many tokens the answer to a prompt may have, where the request gave ``asked`` as its max_tokens.
+        """Returns the maximum number of tokens of the answer to a prompt, given the request's max_tokens, ``asked``.
 
-        Where it gave none, ``default`` counts; None for as many as there is room for.
+        Without max_tokens, ``default`` applies; None for as many as fit.
 
         Raises ApiError, 400, if the prompt is empty, or prompt or answer are longer than allowed.
         """

@@ -16,21 +16,21 @@ logger = logging.getLogger("mindlora")
 
 @dataclasses.dataclass
 class RequestRecord:
-    """What is noted of a request, and becomes its line. None where it did not come so far.
+    """The record of a request, which becomes its line. Fields are None if the request did not get that far.
 
     Attributes:
-        time (str): When it came, ISO 8601, UTC.
+        time (str): Time of arrival, ISO 8601, UTC.
         id (str): Also in the answer's header X-Request-Id.
         key (str or None): Name of the key.
         model (str or None): The model that the request names.
-        choices (int): Answers that were asked for.
+        choices (int): Number of requested answers.
         prompt_tokens, cached_tokens, generated_tokens (int): Tokens; those of a prompt count once.
-        queue_seconds (float): From its arrival at the engine until its first part was computed.
-        first_token_seconds (float): From its arrival at the engine until the first token was there.
+        queue_seconds (float): From its arrival at the engine to the computation of its first part.
+        first_token_seconds (float): From its arrival at the engine to its first token.
         seconds (float): From the first byte to the last.
-        status (int or None): HTTP's; None if the client was gone before.
-        reason (str or None): Why it ended: stop, length, or an error's code.
-        prompt (list or None): The prompts, if the operator wants them.
+        status (int or None): HTTP status; None if the client had gone.
+        reason (str or None): The reason for its end: stop, length, or an error's code.
+        prompt (list or None): The prompts, if the operator logs them.
     """
 
     time: str
@@ -52,7 +52,7 @@ class RequestRecord:
     prompt: Optional[List[Any]] = None
 
     def line(self) -> str:
-        """Returns the record as JSON, without what is not known."""
+        """Returns the record as JSON, without unknown fields."""
         fields = {}
         for name, value in dataclasses.asdict(self).items():
             if value is not None:
@@ -61,14 +61,14 @@ class RequestRecord:
 
 
 class RequestLog:
-    """The file that lines are appended to, or standard error if the path is None."""
+    """The file to which lines are appended, or standard error if the path is None."""
 
     def __init__(self, path: Optional[str]):
-        # Line-buffered: each line is there as soon as its request has ended.
+        # Line-buffered: each line is written as soon as its request has ended.
         self._file: TextIO = open(path, "a", encoding="utf-8", buffering=1) if path else sys.stderr  # noqa: SIM115
 
     def write(self, record: RequestRecord) -> None:
-        """Appends a record; a full disk does not stop any answers."""
+        """Appends a record; a full disk does not prevent answers."""
         try:
             self._file.write(record.line() + "\n")
         except OSError as error:
@@ -76,9 +76,9 @@ class RequestLog:
 
 
 class Recorder:
-    """The outermost part of the app: makes a record of each request, writes it, and answers where all else failed.
+    """The outermost middleware: records each request, and answers if everything else failed.
 
-    The log gets the records of the API's paths, ``count`` every record; ``told`` says what clients learn of an error.
+    The log gets the records of the API's paths, ``count`` every record; ``told`` returns a client's error.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from mindlora.serving.server.asked import Asked, Table, Text
 from mindlora.serving.server.chat import ChatForm, answer_chat
 from mindlora.serving.server.errors import ApiError
 
-# What an event calls the text of each kind of item.
+# An event's name for the text of each kind of item.
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -28,7 +28,7 @@ class InputPart(Asked):
 
 
 class InputItem(Asked):
-    """A message, a call of a function, its output, or a thought, each as it came in an answer.
+    """A message, a call of a function, its output, or a thought, each as sent in an answer.
 
     Fields of other names pass: answers have some that only describe them.
     """
@@ -75,7 +75,7 @@ class FunctionChoice(Asked):
 
 
 class TextFormat(Asked):
-    """What the text of the answer must be."""
+    """The required form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Optional[Text] = None
@@ -85,14 +85,14 @@ class TextFormat(Asked):
 
 
 class TextOptions(Asked):
-    """How the text of the answer is to be."""
+    """Options for the text of the answer."""
 
     unsupported: ClassVar[Table] = {"verbosity": ("low", "medium", "high")}
     format: Optional[TextFormat] = None
 
 
 class ReasoningOptions(Asked):
-    """Whether the model thinks first. A summary would be the thought itself, which comes in any case."""
+    """Whether the model thinks first. A summary would be the thought itself, which is always sent."""
 
     unsupported: ClassVar[Table] = dict.fromkeys(("summary", "generate_summary"), ("auto", "concise", "detailed"))
     effort: Optional[Text] = Field(None, description="as reasoning_effort of a chat")
@@ -139,7 +139,7 @@ class ResponsesRequest(Asked):
         super().check_extra(where)
 
     def as_chat(self) -> schemas.ChatRequest:
-        """Returns this request as one for a chat completion.
+        """Returns this request as a request for a chat completion.
 
         Raises ApiError, 400, if an item lacks what its type needs, or pydantic's ValidationError.
         """
@@ -161,7 +161,7 @@ class ResponsesRequest(Asked):
         )
 
     def _messages(self) -> List[Dict[str, Any]]:
-        """Returns the instructions and the input as messages: all items of a turn of the assistant are one."""
+        """Returns the instructions and the input as messages: all items of an assistant's turn are one message."""
         messages: List[Dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -193,7 +193,7 @@ def _response_format(form: TextFormat) -> Dict[str, Any]:
 
 
 def _turn_for(item: InputItem, messages: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """Returns the message that an item of the assistant belongs to: the last one, unless what it has comes later."""
+    """Returns the message to which an item of the assistant belongs: the last one, unless its contents come later."""
     last = messages[-1] if messages else {"role": None}
     complete = "tool_calls" in last or last.get("content") is not None
     if last["role"] != "assistant" or complete and item.type != "function_call":
@@ -213,7 +213,7 @@ def _add_to_turn(turn: Dict[str, Any], item: InputItem, where: str) -> None:
 
 
 class Response(BaseModel):
-    """Answer of /v1/responses; streamed, the events have it as it is at their time."""
+    """Answer of /v1/responses; when streamed, events hold its current state."""
 
     id: str
     object: Literal["response"]
@@ -248,7 +248,7 @@ def add_routes(router: APIRouter) -> None:
         try:
             chat = body.as_chat()
         except ValidationError as error:
-            # As FastAPI has it of a body.
+            # FastAPI's place for errors in a body.
             errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
             raise RequestValidationError(errors) from error
 
@@ -259,7 +259,7 @@ def add_routes(router: APIRouter) -> None:
 
 
 class ResponsesForm(ChatForm):
-    """An answer as /v1/responses shows it: items, and in a stream one event for each thing that happens to one."""
+    """The form of answers of /v1/responses: items, and in a stream an event for each change of an item."""
 
     def __init__(self, body: ResponsesRequest, *parts: Any):
         super().__init__(*parts)
@@ -305,7 +305,7 @@ class ResponsesForm(ChatForm):
         return "incomplete" if self._reason == "length" else "completed"
 
     def _of_response(self, kind: str, usage: Optional[schemas.Usage] = None, error: Any = None) -> bytes:
-        """Returns the event that says what became of the response, which it holds."""
+        """Returns the event with the final state of the response, which it contains."""
         status = "in_progress" if kind == "created" else kind
         return self._event({"type": f"response.{kind}", "response": self._response(status, usage, error).model_dump()})
 
@@ -353,14 +353,14 @@ class ResponsesForm(ChatForm):
 
 
 class Output:
-    """The items of an answer so far: a thought, a message, calls of functions. Events say what changes them."""
+    """The items of an answer so far: a thought, a message, calls of functions. Events describe their changes."""
 
     def __init__(self) -> None:
         self.items: List[Dict[str, Any]] = []
         self._is_open = False
 
     def add(self, delta: schemas.Answer) -> List[Dict[str, Any]]:
-        """Takes what an answer adds to a chat's message; returns the events of it."""
+        """Takes an answer's addition to a chat's message; returns its events."""
         events: List[Dict[str, Any]] = []
         for kind, text in (("reasoning", delta.reasoning_content), ("message", delta.content)):
             if text:
@@ -375,7 +375,7 @@ class Output:
         return events
 
     def finish(self, status: str = "completed") -> List[Dict[str, Any]]:
-        """Ends the last item; returns the events of it."""
+        """Ends the last item; returns its events."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -409,14 +409,14 @@ class Output:
         return events
 
     def _open(self, prefix: str, item: Dict[str, Any]) -> List[Dict[str, Any]]:
-        """Begins an item; returns the events of that, and of the end of the one before."""
+        """Begins an item; returns the events of its beginning and of the previous item's end."""
         events = self.finish()
         self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
         self._is_open = True
         return [*events, self._item_event("response.output_item.added")]
 
     def _item_event(self, kind: str) -> Dict[str, Any]:
-        # As it is now.
+        # A copy of its current state.
         return {"type": kind, "output_index": len(self.items) - 1, "item": json.loads(json.dumps(self.items[-1]))}
 
     def _change(self, kind: str, **fields: Any) -> Dict[str, Any]:
@@ -424,5 +424,5 @@ class Output:
 
 
 def _logprobs(part: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the field that only events of the answer's text have."""
+    """Returns the logprobs field, which only events of the answer's text have."""
     return {"logprobs": []} if part["type"] == "output_text" else {}

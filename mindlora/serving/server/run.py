@@ -1,4 +1,4 @@
-"""Runs the server until it is told to stop."""
+"""Runs the server until it is asked to stop."""
 
 import asyncio
 import contextlib
@@ -35,35 +35,35 @@ from mindlora.serving.server.settings import ServerSettings
 class Connection(H11Protocol):
     """uvicorn's connection, with one time for all waits between requests: timeout_keep_alive of its configuration.
 
-    uvicorn's own timer runs behind an answer alone, and ends with the first byte. This one also runs from the beginning
-    of the connection, and until the head of the next request is whole.
+    uvicorn's own timer runs only after an answer, and ends with the first byte. This one also runs from the beginning
+    of the connection, until the head of the next request is complete.
     """
 
     _waiting: Optional[asyncio.TimerHandle] = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait for the first request."""
+        """Starts waiting for the first request."""
         super().connection_made(transport)
         self._look()
 
     def data_received(self, data: bytes) -> None:
-        """Takes what may be the rest of a head."""
+        """Takes data, which may complete a head."""
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        """Begins to wait for the next request."""
+        """Starts waiting for the next request."""
         super().on_response_complete()
-        # The connection is ready for it a moment later.
+        # The connection is ready for the next one a moment later.
         self.loop.call_soon(self._look)
 
     def connection_lost(self, exc: Optional[Exception]) -> None:
-        """Ends the wait."""
+        """Stops waiting."""
         super().connection_lost(exc)
         self._stop()
 
     def _look(self) -> None:
-        """Starts or ends the timer, by whether a head is still to come."""
+        """Starts or ends the timer, depending on whether a head is expected."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop()
         elif self._waiting is None:
@@ -75,13 +75,13 @@ class Connection(H11Protocol):
             self._waiting = None
 
 
-# The app: routes and the parts around them; and what answers before there is one.
+# The app: routes and middleware; and the app that answers while the model is loaded.
 
-# /tokenize and /detokenize: the tokens that the model gets for a prompt or a conversation, and back, as in vLLM.
+# /tokenize and /detokenize: from a prompt or a conversation to the model's tokens, and back, as in vLLM.
 
 
 def _add_token_routes(router: APIRouter) -> None:
-    """Adds both. They compute nothing, so they answer while the engine is busy."""
+    """Adds both routes. They do not use the engine, so they answer while it is busy."""
 
     @router.post("/tokenize", response_model=schemas.Tokens)
     def tokenize(body: schemas.TokenizeRequest, request: Request) -> schemas.Tokens:
@@ -116,7 +116,7 @@ _ERRORS: Any = {status: {"model": schemas.ErrorAnswer} for status in (400, 401, 
 
 
 def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
-    """Makes the ASGI app that serves an engine, which is started and stopped elsewhere.
+    """Builds the ASGI app that serves an engine, which is started and stopped elsewhere.
 
     Raises ConfigError if the file of keys cannot be used.
     """
@@ -144,7 +144,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            # Clients send headers of their own, such as openai's X-Stainless-Lang.
+            # Clients send their own headers, such as openai's X-Stainless-Lang.
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Not-Enforced", "X-Request-Id"],
         )
@@ -154,7 +154,7 @@ def create_app(engine: Any, settings: ServerSettings) -> FastAPI:
 
 
 class HeadAsGet:
-    """The part of the app that answers HEAD as GET; the server sends no body with it."""
+    """Middleware that answers HEAD like GET; the server omits the body."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -166,9 +166,9 @@ class HeadAsGet:
 
 
 class AnswersWhileLoading:
-    """The app while the model is loaded: /health says that the process lives, and all else that the server starts.
+    """The app while the model is loaded: /health reports a live process, and everything else a starting server.
 
-    The page is there already, and waits.
+    The page is already served, and waits.
     """
 
     def __init__(self, settings: ServerSettings):
@@ -208,16 +208,16 @@ def _page() -> Response:
 logger = logging.getLogger("mindlora")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# For the last bytes to reach clients once the engine has stopped.
+# Time for the last bytes to reach clients after the engine has stopped.
 _LAST_SECONDS = 5
 
 
 def run(
     make_engine: Callable[[], Any], settings: ServerSettings, listening: Optional[Callable[[Any, str], None]] = None
 ) -> Any:
-    """Makes an engine, starts it and serves it on HTTP. Returns it after SIGTERM or SIGINT, when requests have ended.
+    """Builds and starts an engine and serves it by HTTP. Returns it after SIGTERM or SIGINT, when requests have ended.
 
-    The address is listened on first: while the engine is made, which loads the model, /health answers and everything
+    It listens on the address first: while the engine is built, which loads the model, /health answers and everything
     else is 503. From the first signal on, new requests are answered with 503, and running ones get settings.grace
     seconds; a second signal ends those too. ``listening`` is called with the engine and the server's URL once it takes
     requests.
@@ -237,7 +237,7 @@ def run(
 
 @contextlib.contextmanager
 def _answering_meanwhile(listening_socket: socket.socket, settings: ServerSettings) -> Iterator[None]:
-    """Answers from a thread of its own, while the context lasts and this thread loads a model."""
+    """Answers from a separate thread within the context, while this thread loads a model."""
     listener = _listener(AnswersWhileLoading(settings), settings)
     # It closes the sockets that it gets.
     serving = listener.serve(sockets=[listening_socket.dup()])
@@ -304,11 +304,11 @@ async def _drain(context, hurry: "asyncio.Future[None]"):
 
 
 class _Listener(uvicorn.Server):
-    """uvicorn without its way of taking signals, which is to close the door before running requests are done."""
+    """uvicorn without its signal handling, which refuses connections before running requests have finished."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Captures no signals."""
         yield
 
 
@@ -334,7 +334,8 @@ def _bind(settings: ServerSettings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )
         family, kind, protocol, _, address = addresses[0]
-        # asyncio sends small packets at once only on sockets that know their protocol: else each answer takes 40 ms.
+        # asyncio sends small packets immediately only on sockets with a known protocol: otherwise each answer takes 40
+        # ms.
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)

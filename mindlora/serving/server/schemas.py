@@ -1,4 +1,4 @@
-"""Requests and answers of the API, as pydantic models: what /openapi.json describes and every body is checked with."""
+"""Requests and answers of the API as pydantic models, which check all bodies and define /openapi.json."""
 
 from typing import Annotated, Any, ClassVar, Dict, Iterable, Iterator, List, Literal, Optional, Union
 
@@ -18,7 +18,7 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 MAX_LOGPROBS = 20
 
 
-# Fields that are Sampling's too.
+# Fields that Sampling has too.
 _SAMPLED = (
     "temperature",
     "top_p",
@@ -48,14 +48,14 @@ class JsonSchema(Asked):
 
 
 class ResponseFormat(Asked):
-    """What the answer must be, as OpenAI says it."""
+    """OpenAI's constraint on the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Optional[JsonSchema] = None
 
 
 class StructuredOutputs(Asked):
-    """What the answer must be, as vLLM says it."""
+    """vLLM's constraint on the answer."""
 
     unsupported: ClassVar[Table] = {
         "disable_additional_properties": (False,),
@@ -71,7 +71,7 @@ class StructuredOutputs(Asked):
 
 
 class _Generation(Asked):
-    """What completions and chat completions have in common. null stands for the default everywhere."""
+    """The common fields of completions and chat completions. null stands for the default everywhere."""
 
     unsupported: ClassVar[Table] = {
         "best_of": (1,),
@@ -128,9 +128,9 @@ class _Generation(Asked):
     guided_grammar: Optional[Text] = Field(None, description="as in vLLM: in Lark or GBNF")
 
     def constraint(self) -> Optional[Constraint]:
-        """What the answer must be; None for any text.
+        """The constraint on the answer; None for any text.
 
-        Raises ApiError, 400, if several fields say it, or response_format lacks its schema.
+        Raises ApiError, 400, if several fields set it, or response_format lacks its schema.
         """
         said = list(self._constraints())
         if len(said) > 1:
@@ -141,7 +141,7 @@ class _Generation(Asked):
         return said[0] if said else None
 
     def _constraints(self) -> Iterator[Constraint]:
-        """Yields the constraint of each field that asks for one."""
+        """Yields the constraint of each field that sets one."""
         for kind in ("json", "regex", "choice", "grammar"):
             field = f"guided_{kind}"
             if getattr(self, field) is not None:
@@ -206,7 +206,7 @@ class CompletionRequest(_Generation):
     logprobs: Optional[int] = Field(None, ge=0, le=MAX_LOGPROBS, description="likeliest tokens to report")
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
-        """How to continue the prompts; max_tokens is still to be set. ``ends`` is for chats."""
+        """How to continue the prompts; the caller sets max_tokens. ``ends`` is for chats."""
         return self._sampling(self.logprobs, prompt_logprobs=self.logprobs if self.echo else None)
 
     def prompts(self) -> List[Union[str, List[int]]]:
@@ -225,7 +225,7 @@ class ContentPart(Asked):
 
 
 class FunctionCall(Asked):
-    """Which function the assistant called, and its arguments as JSON in a string."""
+    """The function that the assistant called, and its arguments as JSON in a string."""
 
     passes_unknown: ClassVar[bool] = True
     name: Text
@@ -233,7 +233,7 @@ class FunctionCall(Asked):
 
 
 class ToolCall(Asked):
-    """A call in a turn of the assistant."""
+    """A call in an assistant's turn."""
 
     passes_unknown: ClassVar[bool] = True
     id: Text
@@ -256,7 +256,7 @@ class Message(Asked):
     reasoning: Any = Field(None, description="vLLM's newer name of reasoning_content")
 
     def for_template(self) -> Dict[str, Any]:
-        """The message as mindlora.serving.chat_prompt reads it."""
+        """The message in the form of mindlora.serving.chat_prompt."""
         fields = {"role", "content", "name", "tool_calls", "tool_call_id"}
         shown = self.model_dump(include=fields, exclude_none=True)
         thoughts = [text for text in (self.reasoning_content, self.reasoning) if isinstance(text, str) and text]
@@ -302,7 +302,7 @@ class ChatRequest(_Generation):
     def callable_tools(self) -> Dict[int, Function]:
         """The functions that the answer may call, by their places among the tools.
 
-        Raises ApiError, 400, if tool_choice asks for a tool that is not there, or two tools have one name.
+        Raises ApiError, 400, if tool_choice names a missing tool, or two tools have the same name.
         """
         return chosen_functions([tool.function for tool in self.tools or ()], self.tool_choice)
 
@@ -317,12 +317,12 @@ class ChatRequest(_Generation):
         return {**effort, **({} if self.thinks else WITHOUT), **(self.chat_template_kwargs or {})}
 
     def sampling(self, ends: Iterable[int]) -> Sampling:
-        """How to continue the conversation, up to one of the tokens ``ends``; max_tokens is still to be set."""
+        """How to continue the conversation, up to one of the tokens ``ends``; the caller sets max_tokens."""
         return self._sampling((self.top_logprobs or 0) if self.logprobs else None, ends)
 
 
 class TextsRequest(Asked):
-    """What requests have in common that give texts to be read; text_field is the field of these, for messages."""
+    """The common fields of requests whose input is texts; text_field is the name of their field, for messages."""
 
     unsupported: ClassVar[Table] = {
         "activation": (True,),
@@ -339,7 +339,7 @@ class TextsRequest(Asked):
 
 
 class TokenizeRequest(Asked):
-    """Body of /tokenize, as vLLM has it: a prompt or a conversation."""
+    """Body of /tokenize, as in vLLM: a prompt or a conversation."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
     prompt: Optional[Text] = None
@@ -351,7 +351,7 @@ class TokenizeRequest(Asked):
 
 
 class DetokenizeRequest(Asked):
-    """Body of /detokenize, as vLLM has it."""
+    """Body of /detokenize, as in vLLM."""
 
     model: Optional[Text] = Field(None, max_length=1000, description="the base's name, or an adapter's")
     tokens: List[TokenId]
@@ -373,13 +373,13 @@ class UnloadAdapterRequest(Asked):
 
 
 class CachedTokens(BaseModel):
-    """Where prompt tokens came from."""
+    """The origin of prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of a request: its prompts, once each, and all its answers."""
+    """Tokens of a request: its prompts, counted once each, and all its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -388,7 +388,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """The tokens of a choice, one entry of each list for each; the first of an echoed prompt has no log-probability."""
+    """The tokens of a choice, each with an entry in each list; the first of an echoed prompt has no log-probability."""
 
     tokens: List[str]
     token_logprobs: List[Optional[float]]
@@ -408,7 +408,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Answer of /v1/completions; streamed, each chunk of it."""
+    """Answer of /v1/completions, or each chunk of it in a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -442,7 +442,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprobs(TopLogprob):
-    """A token of the answer, and the likeliest in its place."""
+    """A token of the answer, and the likeliest tokens in its place."""
 
     top_logprobs: List[TopLogprob]
 
@@ -454,14 +454,14 @@ class ChatLogprobs(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """The function of a call; streamed, its name first and then pieces of its arguments."""
+    """The function of a call; in a stream, its name first and then pieces of its arguments."""
 
     name: Optional[str] = None
     arguments: str
 
 
 class CalledTool(BaseModel):
-    """A call in an answer; streamed, ``index`` says which one is added to."""
+    """A call in an answer; in a stream, ``index`` identifies the call that a piece extends."""
 
     index: Optional[int] = None
     id: Optional[str] = None
@@ -470,7 +470,7 @@ class CalledTool(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the assistant says; streamed, what it adds. A thought has both of the names that servers give it."""
+    """The assistant's message, or an addition to it in a stream. A thought has both names that servers use for it."""
 
     role: Optional[Literal["assistant"]] = None
     content: Optional[str] = None
@@ -480,7 +480,7 @@ class Answer(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer to the conversation, in ``message`` or, streamed, in ``delta``."""
+    """One answer to the conversation, in ``message`` or, in a stream, in ``delta``."""
 
     index: int
     message: Answer = Answer()
@@ -491,7 +491,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Answer of /v1/chat/completions; streamed, each chunk of it."""
+    """Answer of /v1/chat/completions, or each chunk of it in a stream."""
 
     id: str
     object: Literal["chat.completion", "chat.completion.chunk"]

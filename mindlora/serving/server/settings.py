@@ -1,4 +1,4 @@
-"""ServerSettings: where the server listens, who may use it, and how much."""
+"""ServerSettings: the address of the server, its users, and its limits."""
 
 import dataclasses
 import ipaddress
@@ -15,31 +15,31 @@ _ONE_OR_NONE = ("max_prompt_tokens", "max_output_tokens", "key_requests", "key_r
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """What an operator decides.
+    """The operator's settings.
 
     Attributes:
-        host (str): Address to listen on. Any other than this machine's own needs keys, or no_auth.
-        port (int): Port; 0 for one that is free.
-        api_key_file (str or None): File of keys, one "name key" a line; None for no keys.
-        no_auth (bool): Serve other machines without keys.
+        host (str): Address to listen on. Addresses other than this machine's own need keys, or no_auth.
+        port (int): Port; 0 for a free one.
+        api_key_file (str or None): File of keys, one "name key" per line; None for no keys.
+        no_auth (bool): Whether to serve other machines without keys.
         cors_origins (tuple of str): Origins of web pages that may use the server; "*" for any.
-        allow_runtime_loading (bool): Have /v1/load_lora_adapter and /v1/unload_lora_adapter.
+        allow_runtime_loading (bool): Whether to enable /v1/load_lora_adapter and /v1/unload_lora_adapter.
         chat_template (str or None): File with a chat template, instead of the tokenizer's own.
         template (str or None): Instead of a chat template, the prompt template of instruction data, such as "alpaca".
-        max_body_bytes (int): Bytes of a request's body, at most.
-        max_prompt_tokens (int or None): Tokens of a prompt, at most; None for as many as the model takes.
-        max_output_tokens (int or None): Tokens of an answer, at most; None for as many as the model takes.
-        max_choices (int): Answers that one request may ask for, prompts times n.
-        key_requests (int or None): Requests that one key may have running or waiting; None for any number.
-        key_requests_per_minute (int or None): Requests that one key may send in a minute; None for any number.
-        idle_seconds (float): Time in which a connection must bring the head of its next request, or it is closed.
-        body_seconds (float): Time in which a request's body must arrive.
-        request_seconds (float): Time in which a request must be answered.
-        grace (float): Seconds that running requests get to finish when the server is told to stop.
-        request_log (str or None): File for one JSON line a request; None for standard error.
-        log_prompts (bool): Write prompts into it.
-        page (bool): Have a page for browsers at /.
-        adapter_labels (int): Adapters that have labels of their own in the metrics: the busiest ones.
+        max_body_bytes (int): Maximum size of a request's body in bytes.
+        max_prompt_tokens (int or None): Maximum number of tokens of a prompt; None for the model's limit.
+        max_output_tokens (int or None): Maximum number of tokens of an answer; None for the model's limit.
+        max_choices (int): Maximum number of answers to one request, prompts times n.
+        key_requests (int or None): Maximum number of a key's running and waiting requests; None for no limit.
+        key_requests_per_minute (int or None): Maximum number of a key's requests in a minute; None for no limit.
+        idle_seconds (float): Time within which a connection must send the head of its next request, or it is closed.
+        body_seconds (float): Time within which a request's body must arrive.
+        request_seconds (float): Time within which a request must be answered.
+        grace (float): Seconds that running requests get to finish when the server is asked to stop.
+        request_log (str or None): File for one JSON line per request; None for standard error.
+        log_prompts (bool): Whether the log includes prompts.
+        page (bool): Whether to serve a page for browsers at /.
+        adapter_labels (int): Number of adapters, the busiest ones, with their own labels in the metrics.
 
     Raises:
         ConfigError: A setting is out of range, or the server would be open to other machines without a key.
@@ -87,7 +87,7 @@ class ServerSettings:
 
 
 def is_local(host: str) -> bool:
-    """Returns whether only this machine reaches an address to listen on."""
+    """Returns whether an address to listen on can be reached only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may stand for any address

@@ -1,4 +1,4 @@
-"""/v1/embeddings as OpenAI has it; /v1/score and /v1/classify as vLLM has them: what the model makes of given texts."""
+"""/v1/embeddings as in OpenAI's API; /v1/score and /v1/classify as in vLLM: the model's readings of given texts."""
 
 import asyncio
 import base64
@@ -40,7 +40,7 @@ class EmbeddingRequest(TextsRequest):
     dimensions: Optional[int] = Field(None, ge=1, description="numbers of an embedding, where the model allows it")
 
     def texts(self) -> List[Union[str, List[int]]]:
-        """The texts, each as text or token ids."""
+        """The texts, each as a string or token ids."""
         if isinstance(self.input, str) or isinstance(self.input[0], int):
             return [self.input]  # type: ignore[list-item]
         return self.input  # type: ignore[return-value]
@@ -58,7 +58,7 @@ class _Activated(TextsRequest):
 
 
 class ClassifyRequest(_Activated):
-    """Body of /v1/classify, as vLLM has it."""
+    """Body of /v1/classify, as in vLLM."""
 
     input: Texts
 
@@ -68,14 +68,14 @@ class ClassifyRequest(_Activated):
 
 
 class ScoreRequest(_Activated):
-    """Body of /v1/score, as vLLM has it: one text and others, or pairs of texts."""
+    """Body of /v1/score, as in vLLM: one text and others, or pairs of texts."""
 
     text_field: ClassVar[str] = "text_2"
     text_1: Texts
     text_2: Texts
 
     def pairs(self) -> List[Tuple[str, str]]:
-        """The pairs that are to be scored; raises ApiError, 400, if the lists are not of one length."""
+        """The pairs to score; raises ApiError, 400, if the lists differ in length."""
         first, second = ([texts] if isinstance(texts, str) else texts for texts in (self.text_1, self.text_2))
         if len(first) not in (1, len(second)):
             raise ApiError(
@@ -148,9 +148,9 @@ class Classes(BaseModel):
     usage: TextUsage
 
 
-# Pooling: from the hidden states of a text's tokens to its embedding, as the files of a model say it.
+# Pooling: from the hidden states of a text's tokens to its embedding, as the files of a model define it.
 #
-# They are those of sentence-transformers: modules.json, the config.json of its Pooling, and sentence_bert_config.json.
+# The files are sentence-transformers': modules.json, the config.json of its Pooling, and sentence_bert_config.json.
 
 # sentence-transformers' names of modes -> ours.
 _MODES = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean", "cls_token": "first", "cls": "first"}
@@ -158,15 +158,15 @@ _FLAG = "pooling_mode_"
 
 
 class Pooling(NamedTuple):
-    """How a model embeds a text.
+    """A model's way of embedding a text.
 
     Attributes:
-        mode (str): "last" or "first", the hidden state of that token; "mean", of all tokens.
+        mode (str): "last" or "first", the hidden state of that token; "mean", the mean over all tokens.
         normalizes (bool): Whether an embedding has norm 1.
-        dimensions (tuple of int): To which an embedding may be cut (Kusupati et al., Matryoshka Representation
-            Learning, 2022); () for none.
-        any_dimension (bool): Whether it may be cut to any.
-        max_tokens (int or None): Tokens of a text, at most.
+        dimensions (tuple of int): The sizes to which an embedding may be cut (Kusupati et al., Matryoshka
+            Representation Learning, 2022); () for none.
+        any_dimension (bool): Whether it may be cut to any size.
+        max_tokens (int or None): Maximum number of tokens of a text.
     """
 
     mode: str
@@ -188,11 +188,11 @@ class Pooling(NamedTuple):
         )
 
     def embed(self, hidden: np.ndarray, dimensions: Optional[int] = None) -> np.ndarray:
-        """Returns float32 [width], or [dimensions], of the hidden states of a text.
+        """Returns the embedding, float32 [width] or [dimensions], of the hidden states of a text.
 
         Args:
-            hidden (np.ndarray): float32 [tokens, width]; for "last", that of the last token is enough.
-            dimensions (int, optional): Numbers that are kept, before the norm is made 1. Default: None, all.
+            hidden (np.ndarray): float32 [tokens, width]; for "last", the last token's suffices.
+            dimensions (int, optional): How many numbers are kept before the norm is set to 1. Default: None, all.
         """
         row = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0, dtype=np.float64)}[self.mode]
         row = row[:dimensions].astype(np.float64)
@@ -265,7 +265,7 @@ def _read_object(path: str) -> Any:
 
 
 class _Texts(NamedTuple):
-    """Texts as the model gets them, what is read of them, and what is made of that."""
+    """Texts for the model, their readings, and the results."""
 
     tokens: List[List[int]]
     reading: Reading
@@ -273,7 +273,7 @@ class _Texts(NamedTuple):
 
 
 def add_routes(router: APIRouter) -> None:
-    """Adds all three; score and classify also where vLLM has them."""
+    """Adds all three routes; score and classify also under vLLM's paths."""
 
     @router.post("/v1/embeddings", response_model=Embeddings)
     async def embed(body: EmbeddingRequest, request: Request) -> Embeddings:
@@ -311,7 +311,7 @@ def _head(request: Request, body: schemas.TextsRequest, prefix: str) -> dict:
 async def _read(
     request: Request, body: schemas.TextsRequest, texts: List[Any], prepare: Callable[[Context], _Texts]
 ) -> Tuple[Any, TextUsage]:
-    """Returns what is made of the texts of a request, which ``prepare`` takes apart in a thread."""
+    """Returns the results for the texts of a request, which ``prepare`` splits in a thread."""
     context = note_asked(request, body.model, len(texts), texts)
     body.check_extra()
     if len(texts) > context.settings.max_choices:
@@ -354,7 +354,7 @@ def _embeddings(context: Context, body: EmbeddingRequest) -> _Texts:
 
 
 def _scores(context: Context, body: ScoreRequest) -> _Texts:
-    """A reward model reads both texts as one; of any other model, the score is the cosine of two embeddings."""
+    """Returns scores: a reward model reads both texts as one; for other models, they are cosines of two embeddings."""
     head = _head_of(context, body.model)
     special = body.add_special_tokens is not False
     if head is not None:
@@ -397,7 +397,7 @@ def _classes(context: Context, body: ClassifyRequest) -> _Texts:
 
 
 def _activated(scores: np.ndarray, is_activated: bool) -> List[float]:
-    """Returns probabilities of scores [labels], as vLLM: softmax of several, the sigmoid of one; or the scores."""
+    """Returns probabilities of scores [labels], as in vLLM: softmax of several, sigmoid of one; or the scores."""
     scores = scores.astype(np.float64)
     if not is_activated:
         return scores.tolist()
@@ -418,7 +418,7 @@ def _head_of(context: Context, model: str) -> Optional[ScoreHead]:
 
 
 def _refuse_misuse(context: Context, model: str, wants_scores: bool) -> Any:
-    """Returns the head of a model, after raising the reason why it cannot do what is asked, if there is one."""
+    """Returns the head of a model; raises an error with the reason if the model cannot serve the request."""
     head = _head_of(context, model)
     problem = misuse(context.models.adapter(model), head, wants_scores)
     if problem is not None:
@@ -427,9 +427,9 @@ def _refuse_misuse(context: Context, model: str, wants_scores: bool) -> Any:
 
 
 def _pooling(context: Context, model: str) -> Pooling:
-    """Returns the pooling that the folder of an adapter names, or else that of the base.
+    """Returns the pooling that the folder of an adapter, or else of the base, names.
 
-    Raises ApiError, 400, if neither names one that can be used.
+    Raises ApiError, 400, if neither names a usable one.
     """
     adapter = context.models.adapter(model)
     engine = context.engine

@@ -1,4 +1,4 @@
-"""Tools in requests: the functions that the assistant may call, and which of them tool_choice allows or demands."""
+"""Tools in requests: the functions that the assistant may call, and those that tool_choice allows or requires."""
 
 from typing import Annotated, Any, Dict, List, Literal, Optional, Sequence, Union
 
@@ -29,7 +29,7 @@ class Function(Asked):
 
 
 class Tool(Asked):
-    """A tool: a function alone."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -66,9 +66,9 @@ ToolChoice = Union[Literal["none", "auto", "required"], NamedTool, AllowedToolsC
 
 
 def chosen_functions(functions: Sequence[Function], choice: ToolChoice) -> Dict[int, Function]:
-    """Returns the functions that an answer may call, by their places: none, all, or those that tool_choice names.
+    """Returns the functions that an answer may call, by place: none, all, or those that tool_choice names.
 
-    Raises ApiError, 400, if it names one that is not there or demands a call of none, or two have one name.
+    Raises ApiError, 400, if it names a missing one, requires a call without tools, or two have the same name.
     """
     names = [function.name for function in functions]
     if len(set(names)) < len(names):

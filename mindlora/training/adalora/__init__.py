@@ -1,1 +1,1 @@
-"""AdaLoRA in training: the importance of triplets, and the budget that decides which stay."""
+"""AdaLoRA in training: the importance of triplets, and the budget that decides which to keep."""

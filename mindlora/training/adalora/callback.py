@@ -1,4 +1,4 @@
-"""RankBudget: plans when AdaLoRA takes ranks away, and says which cells have kept theirs."""
+"""RankBudget: plans when AdaLoRA removes ranks, and reports the ranks that each cell keeps."""
 
 from typing import Dict, Optional
 
@@ -20,10 +20,9 @@ from mindlora.training.resume.training_state import total_steps
 class RankBudget(Callback):
     """Carries out the budget of AdaLoRA; mindlora-run adds it.
 
-    Before each step, it tells the train step how many of AdaLoRA's triplets are masked after it
-    (rank_schedule.BudgetSchedule, with the steps of the whole run as its total). Importance and masks are computed in
-    the step (rank_budget.py), and LoraCheckpoint saves them with the optimizer's moments. The ranks that are left are
-    reported as an event of the run.
+    Before each step, it sets how many of AdaLoRA's triplets are masked after the step (rank_schedule.BudgetSchedule,
+    with the steps of the complete run as its total). Importance and masks are computed in the step (rank_budget.py),
+    and LoraCheckpoint saves them with the optimizer's moments. The remaining ranks are reported as an event of the run.
 
     Raises:
         ConfigError: The train step allocates no ranks, tinit and tfinal leave no steps, or data sinking hides steps.
@@ -34,7 +33,7 @@ class RankBudget(Callback):
         self.schedule: Optional[BudgetSchedule] = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Makes the schedule, for the number of steps that the run turns out to have."""
+        """Makes the schedule, now that the run's number of steps is known."""
         params = run_context.original_args()
         budget = _budget(params)
         self.schedule = budget.schedule(total_steps(params))
@@ -51,7 +50,7 @@ class RankBudget(Callback):
         )
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Tells the train step what the step does."""
+        """Sets what the train step masks after this step."""
         params = run_context.original_args()
         _budget(params).set_plan(self.schedule, params.cur_step_num)
 
@@ -88,7 +87,7 @@ def _budget(params):
 
 
 def _message(ranks: Dict[str, int], orthogonality: float) -> str:
-    """Returns what AdaLoRA has decided, in words."""
+    """Returns a message on the ranks that AdaLoRA has allocated."""
     by_rank: Dict[int, list] = {}
     for path, rank in ranks.items():
         by_rank.setdefault(rank, []).append(path)
@@ -101,7 +100,7 @@ def _message(ranks: Dict[str, int], orthogonality: float) -> str:
 
 
 def prepare_budget(config: MindFormerConfig) -> None:
-    """Adds the callback RankBudget and the train step's part to the YAML of a training run of AdaLoRA."""
+    """Adds the callback RankBudget, and rank_budget of the train step, to the YAML of a training run with AdaLoRA."""
     pet_config = config.model.model_config.pet_config or {}
     if not pet_config.get(ADALORA.field):
         return

@@ -1,7 +1,7 @@
-"""AdaLoRA's part of a train step: P and Q kept near orthogonal, the importance of triplets, and which are masked.
+"""AdaLoRA's part of a train step: keeps P and Q near orthogonal, rates the importance of triplets, and masks some.
 
-All of it is computed in the step, from gradients that are the same on every rank, so that all ranks decide alike; what
-changes from step to step is in parameters, so that nothing is compiled again.
+All of it is computed in the step, from gradients that are the same on every rank, so that all ranks decide alike.
+Values that change from step to step are parameters, so that nothing is recompiled.
 """
 
 from typing import Dict, List, Mapping, Sequence, Tuple
@@ -18,28 +18,28 @@ from mindlora.models.variants.adalora import ADALORA
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
 
-# What a parameter that trains is: of the base (modules_to_save), or a part of an AdaLoRADense.
+# Kinds of trainable parameters: of the base (modules_to_save), or a part of an AdaLoRADense.
 _OTHER, _A, _B, _LAMBDA = range(4)
 
 
 class RankBudget(nn.Cell):
-    r"""Allocates the ranks of AdaLoRA's cells: after an optimizer's update, it masks the triplets worth least.
+    r"""Allocates the ranks of AdaLoRA's cells: masks the least important triplets after an optimizer's update.
 
-    For each element w of P, Lambda and Q, with the gradient g that the optimizer got and the w that it left:
+    For each element w of P, Lambda and Q, with the gradient g that the optimizer got and the updated value w:
 
     .. math::
         I = |w g|, \quad \bar I \leftarrow \beta_1 \bar I + (1 - \beta_1) I, \quad
         \bar U \leftarrow \beta_2 \bar U + (1 - \beta_2) |I - \bar I|, \quad s(w) = \bar I \bar U
 
-    A triplet's score is s(Lambda[i]) + mean(s(A[i])) + mean(s(B[:, i])). Of the scores of all cells together, the k
-    smallest, k from BudgetSchedule, and any equal to the largest of them, get a Lambda of zero. A masked triplet still
-    gets a gradient and may come back, until the last allocation: from then on importance no longer changes, and each
-    step masks the same ones. It must be called right after the optimizer, in the same branch of the graph: behind a
-    branch, MindSpore may read weights from before the update.
+    A triplet's score is s(Lambda[i]) + mean(s(A[i])) + mean(s(B[:, i])). The triplets with the k smallest scores over
+    all cells, k from BudgetSchedule, and any that tie with the largest of these, get a Lambda of zero. A masked triplet
+    still gets a gradient and may come back, until the last allocation: from then on, importance no longer changes, and
+    each step masks the same triplets. It must be called right after the optimizer, in the same branch of the graph:
+    behind a branch, MindSpore may read weights from before the update.
 
     Args:
         network (nn.Cell): A network with AdaLoRADense cells.
-        weights (sequence of Parameter): What the optimizer trains, in the order of its gradients.
+        weights (sequence of Parameter): The parameters that the optimizer trains, in the order of its gradients.
 
     Raises:
         ConfigError: The network has no such cell, or does not train all parts of one.
@@ -60,7 +60,8 @@ class RankBudget(nn.Cell):
         parts = [weights[place] for places in self.triplets for place in places]
         self.sensitivities = ParameterTuple([_zeros(part, "sensitivity") for part in parts])
         self.uncertainties = ParameterTuple([_zeros(part, "uncertainty") for part in parts])
-        # Whether the step counts in the importance, and how many triplets are masked after it; set before each step.
+        # Whether the step counts towards the importance, and how many triplets are masked after it; set before each
+        # step.
         self.plan = Parameter(Tensor([0, 0], mstype.float32), name=f"{TRANSIENT}rank_plan", requires_grad=False)
         self.distance = Parameter(Tensor(0, mstype.float32), name=f"{TRANSIENT}orthogonality", requires_grad=False)
         self.matmul = ops.MatMul()
@@ -71,11 +72,11 @@ class RankBudget(nn.Cell):
         return BudgetSchedule(self.settings, len(self.adapted), total)
 
     def set_plan(self, schedule: BudgetSchedule, step: int) -> None:
-        """Says what ``step``, the next one, does."""
+        """Sets what ``step``, the next step, masks."""
         ops.assign(self.plan, Tensor([schedule.learns(step), schedule.masked(step)], mstype.float32))
 
     def ranks(self) -> Dict[str, int]:
-        """Returns path -> number of triplets that are left."""
+        """Returns the number of remaining triplets by cell path."""
         return {path: cell.rank_left for path, cell in self.adapted.items()}
 
     def orthogonality(self) -> float:
@@ -90,7 +91,7 @@ class RankBudget(nn.Cell):
             \frac{\partial |Q Q^T - I|}{\partial Q} = \frac{2 (Q Q^T - I) Q}{|Q Q^T - I|}
 
         Args:
-            gradients (tuple of Tensor): float32, of each of the weights.
+            gradients (tuple of Tensor): float32, one for each weight.
 
         Returns:
             tuple of Tensor, likewise.
@@ -115,13 +116,13 @@ class RankBudget(nn.Cell):
         return regularized
 
     def construct(self, gradients: Tuple[Tensor, ...]) -> Tensor:
-        """Updates the importance after the optimizer's update, and masks what the plan of the step says.
+        """Updates the importance after the optimizer's update, and masks triplets as the step's plan says.
 
         Args:
-            gradients (tuple of Tensor): What the optimizer got, float32, of each of the weights.
+            gradients (tuple of Tensor): The gradients that the optimizer got, float32, one for each weight.
 
         Returns:
-            Tensor, the score up to which triplets were masked, -1 for none: float32 [].
+            Tensor, the largest score of a masked triplet, or -1 if none was masked: float32 [].
         """
         learns = self.plan[0] > 0
         scores = ()
@@ -140,7 +141,7 @@ class RankBudget(nn.Cell):
         return highest
 
     def _element_scores(self, number, gradient, learns):
-        """Updates the importance of the elements of one part, and returns their scores."""
+        """Updates the importance of one part's elements, and returns their scores."""
         place = self.triplets[number // 3][number % 3]
         sensitivity = self.sensitivities[number]
         uncertainty = self.uncertainties[number]
@@ -156,7 +157,7 @@ class RankBudget(nn.Cell):
 
 
 def _places(cells: Mapping[str, AdaLoRADense], weights: Sequence[Parameter]) -> Tuple[Tuple, Tuple]:
-    """Returns the places of A, B and Lambda of each cell among ``weights``, and what each of these is."""
+    """Returns the indices of each cell's A, B and Lambda in ``weights``, and the kind of each weight."""
     numbers = {id(weight): number for number, weight in enumerate(weights)}
     places: List[Tuple[int, ...]] = []
     frozen: List[str] = []
@@ -176,6 +177,6 @@ def _places(cells: Mapping[str, AdaLoRADense], weights: Sequence[Parameter]) -> 
 
 
 def _zeros(weight, name):
-    """Returns the state of a weight's importance: float32, saved with the optimizer's."""
+    """Returns the state of a weight's importance: float32, saved with the optimizer's state."""
     zeros = Tensor(np.zeros(weight.shape, np.float32))
     return Parameter(zeros, name=f"rank_budget.{weight.name}.{name}", requires_grad=False)

@@ -1,4 +1,4 @@
-"""AdaLoRA: what pet_config.use_adalora needs from the rest of a YAML."""
+"""AdaLoRA's rules: what pet_config.use_adalora requires of the rest of a YAML."""
 
 from typing import Iterator
 

@@ -1,1 +1,1 @@
-"""The callbacks that belong to no feature alone, one file each; registry.py has all that a YAML can name."""
+"""Callbacks that do not belong to a single feature, one per file; registry.py has all those that a YAML can name."""

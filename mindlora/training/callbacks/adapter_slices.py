@@ -1,4 +1,4 @@
-"""AdapterSlices: a sharded run starts from an adapter that mindlora adapter scatter has cut for its ranks."""
+"""AdapterSlices: starts a sharded run from an adapter that mindlora adapter scatter has cut for its ranks."""
 
 import os
 from typing import Dict
@@ -23,7 +23,7 @@ from mindlora.training.resume import sharded_adapter
 
 @register
 class AdapterSlices(Callback):
-    """Loads this rank's slices of an adapter when training begins, as by then MindSpore has cut the network.
+    """Loads this rank's slices of an adapter when training begins; by then, MindSpore has cut the network.
 
     mindlora-run adds this callback where pet_config.adapter_path is a folder that ``mindlora adapter scatter`` wrote.
 
@@ -39,8 +39,8 @@ class AdapterSlices(Callback):
         """Loads the slices.
 
         Raises:
-            MissingTensorsError, UnexpectedTensorsError: This rank has other parameters than the file.
-            ShapeMismatchError: A slice has another shape than the parameter: it was cut by another strategy, or the
+            MissingTensorsError, UnexpectedTensorsError: The rank's parameters differ from those in the file.
+            ShapeMismatchError: A slice's shape differs from the parameter's: it was cut by another strategy, or the
                 network is not cut yet.
             ScaleMismatchError: The adapter was trained with another lora_alpha.
         """
@@ -57,7 +57,7 @@ class AdapterSlices(Callback):
         _check_scale(network, adapter_metadata.parse(content.text, file.path), file.path)
         for name, array in content.tensors.items():
             value = to_tensor(array).astype(slices[name].dtype)
-            # Otherwise MindSpore would cut it once more when it compiles again.
+            # Otherwise, MindSpore would cut it again at the next compilation.
             slices[name].set_data(value, slice_shape=True)
         logger.info("Slices of an adapter loaded from %s.", file.path)
 
@@ -89,7 +89,7 @@ def _check_shapes(tensors: Dict[str, np.ndarray], parameters: Dict[str, Paramete
 
 
 def _check_scale(network, metadata, path: str) -> None:
-    """Raises ScaleMismatchError unless the adapter's lora_alpha are those of the cells."""
+    """Raises ScaleMismatchError unless the adapter's lora_alpha values equal those of the cells."""
     built = {names.to_mindformers(cell_path): cell for cell_path, cell in lora_cells(network)}
     for cell_path, alpha in metadata.get("alphas", {}).items():
         cell = built.get(names.to_mindformers(cell_path))

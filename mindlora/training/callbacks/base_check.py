@@ -1,4 +1,4 @@
-"""BaseCheck: before the first step, compares the base that adapter_path was trained on with load_checkpoint."""
+"""BaseCheck: compares the base that adapter_path was trained on with load_checkpoint, before the first step."""
 
 from mindspore import Callback
 from mindspore.train import RunContext
@@ -11,14 +11,14 @@ from mindlora.training.model.network import check_loaded_base
 class BaseCheck(Callback):
     """Compares the base that pet_config.adapter_path was trained on with the one that MindFormers has loaded.
 
-    mindlora-run adds it to a run with adapter_path that trains or evaluates; LoraCheckpoint does the same. (Where a
-    run predicts, the network compares them before its first answer.)
+    mindlora-run adds it to a training or evaluation run with adapter_path; LoraCheckpoint makes the same comparison.
+    (In a prediction run, the network compares the bases before its first answer.)
     """
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Compares the two before the first step; raises BaseMismatchError as on_base_mismatch of pet_config says."""
+        """Compares the two bases before the first step; raises BaseMismatchError if on_base_mismatch says so."""
         check_loaded_base(run_context.original_args().train_network)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        """Compares the two before the first batch, as on_train_begin does."""
+        """Compares the two bases before the first batch, as on_train_begin does."""
         check_loaded_base(run_context.original_args().network)

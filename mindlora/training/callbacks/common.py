@@ -1,4 +1,4 @@
-"""What the callbacks share: registration, what a step measured, events, rules that go on after a resume, rates."""
+"""Common parts of callbacks: registration, a step's measurements, events, rules that survive a resume, and rates."""
 
 import collections
 import math
@@ -18,29 +18,30 @@ from mindlora.training.model.network import collect_state, distribute_state, los
 from mindlora.training.resume.training_state import passed, state_parameters, total_steps
 from mindlora.training.step.train_step import StepRecord
 
-# What a callback puts back to undo steps: the adapter and the optimizer, copied on the host.
+# The state that a callback restores to undo steps: the adapter and the optimizer, copied on the host.
 
 
 def copy_state(step: nn.Cell) -> Dict[str, np.ndarray]:
-    """Returns copies of what mindlora's train step changes: name -> array."""
+    """Returns copies of the state that mindlora's train step changes: name -> array."""
     collect_state(step)
     return {parameter.name: parameter.asnumpy().copy() for parameter in _state(step)}
 
 
 def put_back(step: nn.Cell, arrays: Dict[str, np.ndarray]) -> None:
-    """Gives a train step the state that copy_state returned. Its rate factors must be set again after that."""
+    """Restores the state that copy_state returned to a train step. Its rate factors must then be set again."""
     for parameter in _state(step):
-        # Not set_data: the graph would keep the moments, which it uses only in the branch of steps that count.
+        # set_data would not do: the graph would keep the moments, which it uses only in the branch of steps that count.
         ops.assign(parameter, Tensor(arrays[parameter.name], parameter.dtype))
     distribute_state(step)
     unsent = step.exchange.unsent() if step.exchange is not None else None
     if unsent is not None:
-        # What this rank has not sent yet is from the steps that are undone. -0.0, since x + -0.0 is x for every x.
+        # The gradients that this rank has not sent yet are from the steps that are undone. -0.0, since x + -0.0 is x
+        # for every x.
         ops.assign(unsent, Tensor(np.full(unsent.shape, -0.0, np.float32)))
 
 
 def _state(step: nn.Cell) -> List[Parameter]:
-    """Returns the parameters of the adapter and the optimizer; a loss scale is not part of what was good."""
+    """Returns the parameters of the adapter and the optimizer, without the loss scale, which must not be restored."""
     manager = step.loss_scaling_manager
     scale = {step.scale_sense.name} if isinstance(step.scale_sense, Parameter) else set()
     scale.update(p.name for p in (manager.get_parameters() if manager is not None else ()))
@@ -58,12 +59,12 @@ def loss_of(params: InternalCallbackParam) -> float:
 
 
 def step_record(params: InternalCallbackParam) -> StepRecord:
-    """Returns what the step that has just ended measured; from a train step that is not mindlora's, the loss alone."""
+    """Returns the measurements of the step that has just ended; only the loss if the train step is not mindlora's."""
     step = train_step_of(params.train_network)
     if step is not None and not step.is_mindformers_step:
         return step.last_record()
     loss = loss_of(params)
-    # Such a step is skipped where the class is mindlora's.
+    # mindlora's train step skips such a step.
     return StepRecord(math.nan, tokens=0.0, skipped=True) if step is not None and loss == 0 else StepRecord(loss)
 
 
@@ -73,7 +74,7 @@ def reported_metrics(params: InternalCallbackParam) -> Dict[str, Any]:
 
 
 def report_event(params: InternalCallbackParam, kind: str, message: str) -> None:
-    """Logs what happened to a run, and keeps it in ``training_events`` of MindSpore's parameters for the run's report.
+    """Logs an event of a run, and keeps it in ``training_events`` of MindSpore's parameters for the run's report.
 
     ``kind`` is one word, such as "rollback"; ``message`` is a sentence.
     """
@@ -89,16 +90,16 @@ def check_mode(name: str, value: Any) -> None:
 
 
 def check_is_measured(params: InternalCallbackParam, name: str, metric: str) -> None:
-    """Raises ConfigError if a callback waits for held_out_loss, and no HeldOutLoss measures it."""
+    """Raises ConfigError if a callback needs held_out_loss and no HeldOutLoss measures it."""
     listed = {type(callback).__name__ for callback in params.list_callback}
     if metric == "held_out_loss" and "HeldOutLoss" not in listed:
         raise ConfigError(f"{name} needs held_out_loss, which nothing measures: add HeldOutLoss to callbacks.")
 
 
 def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
-    """Returns the train step of a run, which must be one that obeys rate factors, limits and requests to stop.
+    """Returns the train step of a run, which must support rate factors, limits and requests to stop.
 
-    Raises ConfigError, which names the callback that needs it, if the run has another train step.
+    Raises ConfigError, naming the callback that needs it, if the run has another train step.
     """
     step = train_step_of(params.train_network)
     if step is None or step.is_mindformers_step:
@@ -110,12 +111,12 @@ def controlled_step(params: InternalCallbackParam, name: str) -> nn.Cell:
 
 
 class Rule:
-    """What a callback decides by. A resumed run restores the attributes that ``remembered`` names."""
+    """A rule by which a callback decides. A resumed run restores the attributes that ``remembered`` names."""
 
     remembered: Tuple[str, ...] = ()
 
     def state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         state = {name: getattr(self, name) for name in self.remembered}
         for name, value in state.items():
             if isinstance(value, collections.deque):
@@ -133,12 +134,12 @@ class Rule:
 
 
 class RuleCallback(Callback):
-    """A callback that decides by ``rule``, which goes on in a resumed run where it was."""
+    """A callback that decides by ``rule``, whose state a resumed run restores."""
 
     rule: Any
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values: LoraCheckpoint saves it in training_state.json."""
+        """Returns the state that a resumed run needs, as JSON values for LoraCheckpoint's training_state.json."""
         return self.rule.state()
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
@@ -174,9 +175,9 @@ class RateCallback(Callback):
 
 
 class PeriodicCallback(Callback):
-    """A callback that does something every ``every`` steps, and after the last one.
+    """A callback that acts every ``every`` steps, and after the last one.
 
-    ``name`` is what the YAML calls ``every``; ConfigError is raised if that is not a whole number of at least 1.
+    ``name`` is the key of ``every`` in the YAML; ConfigError is raised unless it is a whole number of at least 1.
     """
 
     def __init__(self, name: str, every: int):
@@ -191,6 +192,6 @@ class PeriodicCallback(Callback):
         self.step_before = run_context.original_args().cur_step_num
 
     def is_due(self, params: InternalCallbackParam) -> bool:
-        """Returns whether it is time, or the run ends with this step; a subclass sets step_before after each step."""
+        """Returns whether the action is due at this step, perhaps the last; a subclass then sets step_before."""
         step = params.cur_step_num
         return step >= total_steps(params) or passed(self.every, self.step_before, step)

@@ -22,7 +22,7 @@ from mindlora.training.resume import training_state
 class EarlyStopping(RuleCallback):
     """Ends a run when the held-out loss, or another metric, has not improved in ``patience`` measurements in a row.
 
-    LoraCheckpoint keeps the best adapter, if its best_metric is the same metric. All ranks see the same held-out loss,
+    LoraCheckpoint keeps the best adapter if its best_metric is the same metric. All ranks see the same held-out loss,
     and stop at the same step.
 
     Args:
@@ -45,7 +45,7 @@ class EarlyStopping(RuleCallback):
         check_is_measured(run_context.original_args(), "EarlyStopping", self.metric)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Counts a measurement, and ends the run if it is time."""
+        """Counts a measurement, and ends the run if patience has run out."""
         params = run_context.original_args()
         value = reported_metrics(params).get(self.metric)
         if value is None or not self.rule.step(params.cur_step_num, value):
@@ -61,7 +61,7 @@ class EarlyStopping(RuleCallback):
 
 
 class EarlyStop(Rule):
-    """Counts the measurements since the best one.
+    """A rule that counts the measurements since the best one.
 
     A measurement m improves on the best one b if m < b - min_delta (mode min) or m > b + min_delta (mode max). NaN does
     not improve.

@@ -1,4 +1,4 @@
-"""EmptySteps: names and counts the steps that had nothing to learn, because no token of their rows counts."""
+"""EmptySteps: reports and counts steps with nothing to learn, because no token of their rows counts in the loss."""
 
 from mindspore import Callback
 from mindspore.train import RunContext
@@ -9,7 +9,7 @@ from mindlora.training.log import logger
 
 @register
 class EmptySteps(Callback):
-    """Reports each step in which no token counts, and at the end how many there were.
+    """Reports each step in which no token counts, and the number of such steps at the end.
 
     The train step has skipped them: they change neither the adapter, nor the optimizer, nor the learning rate's step,
     and their loss is NaN. mindlora-run adds this callback to every training run.
@@ -20,7 +20,7 @@ class EmptySteps(Callback):
         self.count = 0
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Reports the step if it is one of them."""
+        """Reports the step if no token counted."""
         params = run_context.original_args()
         if step_record(params).is_empty:
             self.count += 1
@@ -28,7 +28,7 @@ class EmptySteps(Callback):
             report_event(params, "empty_step", message)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Warns if there were any."""
+        """Warns if there were such steps."""
         if self.count:
             logger.warning(
                 "train_dataset: %d of the %d steps had nothing to learn, because no token of their rows counts in the "

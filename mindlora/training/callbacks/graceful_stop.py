@@ -1,4 +1,4 @@
-"""GracefulStop: Ctrl-C and SIGTERM finish the step, save the run, and say how to go on."""
+"""GracefulStop: on Ctrl-C or SIGTERM, finishes the step, saves the run, and says how to resume."""
 
 import os
 import signal
@@ -18,21 +18,21 @@ from mindlora.training.resume import training_state
 from mindlora.training.resume.collectives import rank_count, wait_for_all_ranks
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Some programs send the same signal to a process and to its group, which is not a second request.
+# Some programs send the same signal to a process and to its group; that is not a second request.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 @register
 class GracefulStop(Callback):
-    """Lets SIGINT (Ctrl-C) and SIGTERM finish the step, save the run with LoraCheckpoint, and end it.
+    """On SIGINT (Ctrl-C) or SIGTERM, finishes the step, saves the run with LoraCheckpoint, and ends it.
 
     The run ends with RunStopped, which names the step folder and says how to resume; mindlora-run then has the exit
-    code 130 (SIGINT) or 143 (SIGTERM), as for any program that these signals end: a stopped run is not a finished one.
-    A second signal, one second later or more, ends the process at once. Under msrun one worker must get the signal;
-    all stop at the same step. mindlora-run adds this callback to every training run.
+    code 130 (SIGINT) or 143 (SIGTERM), like any program that these signals end: a stopped run is not a finished one. A
+    second signal, at least one second later, ends the process at once. Under msrun, it is enough that one worker gets
+    the signal; all stop at the same step. mindlora-run adds this callback to every training run.
 
-    Signals are handled only where Python allows it, in the main thread, and as they were before once training ends. A
-    signal that the process ignores, as SIGINT in the background of a shell, stays ignored.
+    Signals are handled only where Python allows it, in the main thread; the former handlers are restored when training
+    ends. A signal that the process ignores, such as SIGINT in the background of a shell, stays ignored.
     """
 
     def __init__(self):
@@ -42,21 +42,21 @@ class GracefulStop(Callback):
         self.before = {}
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Begins to handle the signals."""
+        """Installs the signal handlers."""
         step = train_step_of(run_context.original_args().train_network)
         can_tell_others = step is not None and not step.is_mindformers_step
         if threading.current_thread() is threading.main_thread() and (can_tell_others or rank_count() == 1):
-            # A shell lets programs in the background ignore SIGINT, so that Ctrl-C reaches only the one in front.
+            # A shell makes background programs ignore SIGINT, so that Ctrl-C reaches only the foreground program.
             handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self.interrupts = entered()
             if self.interrupts:
-                # mindlora-run waits for Ctrl-C: a handler of it is replaced by MindSpore's while a graph runs.
+                # mindlora-run itself waits for Ctrl-C, because MindSpore replaces a SIGINT handler while a graph runs.
                 handled = [number for number in handled if number != signal.SIGINT]
                 self.interrupts.hand_to(lambda: self._receive(signal.SIGINT))
             self.before = {number: signal.signal(number, self._receive) for number in handled}
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Tells the other ranks of a signal."""
+        """Notifies the other ranks of a signal."""
         if self.received is not None and rank_count() > 1:
             train_step_of(run_context.original_args().train_network).request_stop()
 
@@ -75,10 +75,10 @@ class GracefulStop(Callback):
             report_event(params, "stop", message)
 
     def __exit__(self, *error: Any) -> None:
-        """Handles the signals as before, and raises RunStopped if they stopped the run."""
+        """Restores the former handlers, and raises RunStopped if a signal stopped the run."""
         self._restore()
         if self.outcome is not None and error[0] is None:
-            # Else msrun would kill the others while they save.
+            # Otherwise, msrun would kill the other workers while they save.
             wait_for_all_ranks()
             raise self.outcome
 
@@ -87,7 +87,7 @@ class GracefulStop(Callback):
         if self.received is None:
             self.received = number
             self.since = now
-            # print() may not be called while it is running.
+            # print() is not reentrant, and the signal may arrive while it runs.
             os.write(
                 2, b"\nmindlora: the step is finished and saved, then the run ends. A second signal ends it now.\n"
             )
@@ -116,6 +116,6 @@ def _how_to_go_on(params):
     if not folders:
         return "Nothing was saved: callbacks has no LoraCheckpoint."
     return (
-        f"It is saved in {folders[0]}. To go on, repeat the command with --resume, or set resume: True in "
+        f"It is saved in {folders[0]}. To resume, repeat the command with --resume, or set resume: True in "
         "LoraCheckpoint."
     )

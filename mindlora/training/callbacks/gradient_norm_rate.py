@@ -1,4 +1,4 @@
-"""GradientNormRate: the learning rate follows the gradient norm."""
+"""GradientNormRate: adapts the learning rate to the gradient norm."""
 
 import collections
 import dataclasses
@@ -13,18 +13,18 @@ from mindlora.training.callbacks.common import RateCallback, Rule, RuleCallback,
 
 _MESSAGES = {
     "cut": "GradientNormRate: the gradient norm {norm:.4g} is a spike; the factor of the learning rate falls",
-    "recovered": "GradientNormRate: no spike has come again; the factor of the learning rate is back",
+    "recovered": "GradientNormRate: no further spike; the factor of the learning rate is back",
     "highest": "GradientNormRate: the factor of the learning rate has risen",
 }
 
 
 @register
 class GradientNormRate(RuleCallback, RateCallback):
-    """Raises the learning rate slowly while the gradient norm is steady, cuts it on a spike, and recovers after it.
+    """Raises the learning rate slowly while the gradient norm is steady, cuts it on a spike, and then restores it.
 
     Args:
-        **settings: window, spike, steady, cut, recovery_steps, growth, min_factor and max_factor of
-            GradientNormFactor, which has the equations.
+        **settings: window, spike, steady, cut, recovery_steps, growth, min_factor and max_factor; see
+            GradientNormFactor for the equations.
 
     Raises:
         ConfigError: An argument is out of range, or the train step is not mindlora's.
@@ -40,7 +40,7 @@ class GradientNormRate(RuleCallback, RateCallback):
         return self.rule.factor
 
     def update(self, params: InternalCallbackParam) -> None:
-        """Looks at the gradient norm of the step, and reports a cut and the end of a recovery or of the growth."""
+        """Checks the gradient norm of the step, and reports a cut and the end of a recovery or of the growth."""
         record = step_record(params)
         if record.is_empty:
             return
@@ -53,27 +53,28 @@ class GradientNormRate(RuleCallback, RateCallback):
 
 @dataclasses.dataclass(eq=False)
 class GradientNormFactor(Rule):
-    """The factor f of the learning rate, from the gradient norm g of one step after another.
+    """The factor f of the learning rate, computed from each step's gradient norm g.
 
     m is the median of the last ``window`` norms before g, h the factor at the last spike (h = 0 before the first).
     Until ``window`` norms are known, f stays 1. Then, after each step,
 
         g > spike m:               f' = max(cut f, min_factor),  h' = f             (a spike)
-        g <= steady m and f < h:   f' = min(f cut^(-1 / recovery_steps), h)         (recovery: cut is undone in so many)
+        g <= steady m and f < h:   f' = min(f cut^(-1 / recovery_steps), h)         (recovery over recovery_steps)
         g <= steady m otherwise:   f' = min(f (1 + growth), max_factor)             (growth)
         otherwise:                 f' = f
 
-    A spike during the recovery lowers h, so a rate that causes spikes again and again is not returned to. The spike
-    joins the window like any other norm: what lasts for more than half a window is the new normal. A norm that is not
-    finite is ignored; such a step is skipped anyway.
+    A spike during the recovery lowers h, so the rate does not return to a value that keeps causing spikes. The spike
+    joins the window like any other norm: a level that lasts for more than half a window is the new normal. A norm that
+    is not finite is ignored; such a step is skipped anyway.
 
     Args:
-        window (int): Norms that the median is taken of; at least 4. Default: 32.
+        window (int): Number of norms in the median; at least 4. Default: 32.
         spike (float): A norm above this multiple of the median is a spike; above ``steady``. Default: 4.0.
         steady (float): A norm up to this multiple of the median is steady; at least 1. Default: 1.5.
         cut (float): Factor of a cut, above 0 and below 1. Default: 0.5.
         recovery_steps (int): Steady steps that undo one cut; at least 1. Default: 50.
-        growth (float): By what part the rate grows at a steady step; at least 0. Default: 0.001, twice in 694 steps.
+        growth (float): Relative growth of the rate per steady step; at least 0. Default: 0.001, which doubles it in 694
+            steps.
         min_factor (float): The lowest factor; above 0 and at most 1. Default: 0.05.
         max_factor (float): The highest factor; at least 1. Default: 2.0.
 
@@ -106,7 +107,7 @@ class GradientNormFactor(Rule):
         self.norms: Deque[float] = collections.deque(maxlen=self.window)
 
     def step(self, norm: float) -> str:
-        """Looks at a gradient norm before clipping; returns "cut", "recovered", "highest" or "" if none happened."""
+        """Updates the factor by an unclipped gradient norm; returns "cut", "recovered", "highest", or "" for none."""
         if not math.isfinite(norm):
             return ""
         median = float(np.median(self.norms)) if len(self.norms) == self.norms.maxlen else 0.0

@@ -1,4 +1,4 @@
-"""LoraCheckpoint: saves the adapter while training, and what a run needs to resume."""
+"""LoraCheckpoint: saves the adapter while training, and the state that a run needs to resume."""
 
 import os
 from typing import Mapping, Optional, Union
@@ -24,27 +24,28 @@ from mindlora.training.resume.sharded_adapter import ShardedSaves
 
 @register
 class LoraCheckpoint(Callback):
-    """Saves the adapter without the base while training: every save_steps steps, at the end, and the best one.
+    """Saves the adapter without the base while training: every save_steps steps, at the end, and the best so far.
 
-    ``directory`` gets step_N (adapter and training state, from which a run resumes) and best (only the adapter). Rank 0
-    writes them, each atomically. Whatever an earlier run saved there after the step at which this run starts is moved
-    into earlier_run_1, earlier_run_2 and so on.
+    ``directory`` holds step_N (adapter and training state, from which a run resumes) and best (only the adapter). Rank
+    0 writes each of them atomically. Anything that an earlier run saved there after the step at which this run starts
+    is moved into earlier_run_1, earlier_run_2 and so on.
 
     In a sharded run (model_parallel, pipeline_stage, or an optimizer that splits parameters) the ranks join their
-    slices at each save, and rank 0 writes the adapter alone: such a run cannot be resumed here. Where they cannot be
-    joined, each rank writes its own below slices, and the log says which command joins them.
+    slices at each save, and rank 0 writes only the adapter: such a run cannot be resumed here. If the slices cannot be
+    joined, each rank writes its own in the folder slices, and the log says which command joins them.
 
     A resumed run continues exactly as if it had never stopped: the same data in the same order, the same learning
     rates and losses. The exceptions are lora_dropout above 0 and neftune_alpha, which the log warns about: MindSpore
-    cannot restore the random state of its kernels, so the resumed run drops other elements and adds other noise.
+    cannot restore the random state of its kernels, so the resumed run drops different elements and adds different
+    noise.
 
     Args:
         save_steps (int): Steps between saves. Default: 100.
         directory (str): Folder to write to. Default: None, lora_checkpoint in the output folder of the run.
         keep_last (int): How many step folders to keep. Default: 3.
         best_metric (str): The metric that decides which adapter is best: ``loss``, the mean training loss since the
-            last save, or one that a callback listed before this one reports, such as ``held_out_loss``.
-            Default: "loss".
+            last save, or a metric that a callback listed before this one reports, such as ``held_out_loss``. Default:
+            "loss".
         best_mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
         resume (bool or str): True to resume from the newest step folder in ``directory``, or the path of a step folder.
             Default: False.
@@ -80,7 +81,7 @@ class LoraCheckpoint(Callback):
         self.sharded = ShardedSaves(self.directory, keep_last)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Compares the bases as BaseCheck does, resumes or initializes the adapters, and sets earlier saves aside."""
+        """Compares the bases as BaseCheck does, resumes or initializes the adapters, and moves earlier saves aside."""
         params = run_context.original_args()
         check_loaded_base(params.train_network)
         if self.resume:
@@ -105,16 +106,16 @@ class LoraCheckpoint(Callback):
             params.cur_epoch_num = params.cur_step_num // params.batch_num + 1
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Saves if it is due, and stops the run after its last step."""
+        """Saves if a save is due, and stops the run after its last step."""
         params = run_context.original_args()
         step = params.cur_step_num
         if not step_record(params).is_empty:
             self.losses.append(loss_of(params))
-        # A resumed run may start inside an epoch, so MindSpore would count past the end of the data.
+        # A resumed run may start within an epoch, so MindSpore would count past the end of the data.
         last = step >= training_state.total_steps(params)
         if last or training_state.passed(self.save_steps, self.last_saved, step):
             reported = self._reported(params)
-            # Whatever is wrong with the metric, what was trained is saved first.
+            # The adapter is saved first, even if the metric is missing.
             self._save(params, float(reported[self.best_metric]) if self.best_metric in reported else None)
             # The loss is missing if no step since the last save learned anything.
             if self.best_metric not in reported and self.best_metric != "loss":
@@ -133,23 +134,23 @@ class LoraCheckpoint(Callback):
         """Saves the last step, if it has not been saved."""
         params = run_context.original_args()
         if params.cur_step_num != self.last_saved:
-            # Another callback stopped the run, perhaps at a step at which the metric was not measured. By now MindSpore
-            # has dropped what was reported.
+            # Another callback stopped the run, perhaps at a step without a measurement. By now, MindSpore has dropped
+            # the reported metrics.
             step, value = self.measured
             self._save(params, value if step == params.cur_step_num else self._reported(params).get(self.best_metric))
 
-    # What another Trainer does in another way.
+    # Methods that differ under another Trainer.
 
     def is_sharded(self, params: InternalCallbackParam) -> bool:
-        """Returns whether the ranks have parts of the adapter, and not all of it."""
+        """Returns whether each rank holds only a part of the adapter."""
         return self.sharded.applies_to(params)
 
     def write(self, folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]]) -> None:
-        """Writes a step folder; ``values`` are the whole tensors of a sharded adapter."""
+        """Writes a step folder; ``values`` are the joined tensors of a sharded adapter."""
         training_state.save(folder, params, values)
 
     def _save(self, params, value):
-        """Writes the step folder, and also best if ``value`` is the best so far; it is None if not measured."""
+        """Writes the step folder, and best if ``value`` is the best so far; None means that it was not measured."""
         step = params.cur_step_num
         self.losses = []
         self.last_saved = step
@@ -181,7 +182,7 @@ class LoraCheckpoint(Callback):
         values = None
         if self.is_sharded(params):
             value = self.sharded.metric(value)
-            # All ranks must know, as all of them have to gather.
+            # All ranks must know, because all of them have to gather.
             if not self.sharded.rank_0_says(self._is_best(value)):
                 return
             values = self.sharded.gather(params)
@@ -195,7 +196,7 @@ class LoraCheckpoint(Callback):
         return os.path.join(self.directory, "best")
 
     def _is_best(self, value):
-        """Returns whether ``value`` is the best so far, by what this rank finds in the folder."""
+        """Returns whether ``value`` is the best so far, judging by the files that this rank finds in the folder."""
         before = training_state.best_value(self._best, self.best_metric)
         better = before is None or (value < before if self.best_mode == "min" else value > before)
         return bool(np.isfinite(value)) and better

@@ -1,4 +1,4 @@
-"""ProgressBar: steps, losses, tokens per second and remaining time on stderr, as a bar or in lines."""
+"""ProgressBar: shows steps, losses, tokens per second and remaining time on stderr, as a bar or in lines."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from mindlora.training.resume import training_state
 
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
 _LINE = "{desc}: {n_fmt}/{total_fmt} steps ({percentage:.0f}%), {remaining} left{postfix}"
-# Between two lines in a file, if nothing happens meanwhile.
+# Seconds between two lines in a file, if nothing else happens.
 _SECONDS = 30.0
 
 
@@ -22,8 +22,8 @@ _SECONDS = 30.0
 class ProgressBar(Callback):
     """Shows steps, remaining time, loss, held-out loss and tokens per second on stderr while training, on rank 0.
 
-    Where stderr is not a terminal, it gets a line each half a minute, after the first and the last step, and after a
-    step at which the held-out loss is measured or a guard or a schedule does something.
+    If stderr is not a terminal, a line is written every half minute, after the first and the last step, and after a
+    step at which the held-out loss is measured or a guard or a schedule acts.
 
     Args:
         label (str): Text before the bar. Default: "training".
@@ -35,7 +35,7 @@ class ProgressBar(Callback):
         self.bar = self.held_out_loss = None
         self.in_lines = self.is_timed = False
         self.events = 0
-        # The step of the last line, and when it was written; -inf: none was.
+        # The step of the last line, and when it was written; -inf: no line yet.
         self.line_step, self.line_time = -1, -float("inf")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -53,7 +53,7 @@ class ProgressBar(Callback):
             unit="step",
             disable=not shows,
             dynamic_ncols=True,
-            # Lines are printed here, and what tqdm would draw between them goes nowhere.
+            # The lines are printed here; tqdm's own drawing between them is discarded.
             file=open(os.devnull, "w", encoding="utf-8") if self.in_lines else None,  # noqa: SIM115
             bar_format=_LINE if self.in_lines else _BAR,
         )
@@ -82,14 +82,14 @@ class ProgressBar(Callback):
         if self.is_timed:
             self.bar.update(step - self.bar.n)
             return
-        # The first step compiles: the bar measures time from its end, as it says nothing of the steps that are left.
+        # The first step compiles and says nothing about the remaining steps, so the bar measures time from its end.
         self.is_timed = True
         self.bar.initial = self.bar.n = self.bar.last_print_n = step
         self.bar.start_t = self.bar.last_print_t = time.time()
         self.bar.refresh()
 
     def _speed(self, tokens):
-        """Returns the tokens per second as the bar measures time, once a step has been timed."""
+        """Returns the tokens per second by the bar's clock, once a step has been timed."""
         timed = self.bar.format_dict
         steps = timed["n"] - timed["initial"]
         steps_per_second = timed["rate"] or (steps and steps / timed["elapsed"])

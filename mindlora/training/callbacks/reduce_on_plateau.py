@@ -25,14 +25,14 @@ from mindlora.training.callbacks.common import (
 class ReduceOnPlateau(RateCallback):
     """Cuts the learning rate when a metric has stopped improving, as PyTorch's ReduceLROnPlateau does.
 
-    One measurement is one call of PyTorch's ``step``; where the schedule is constant, the rates are the same. A
-    schedule that falls goes on falling, times the cuts. Of several groups, as with LoRA+, the reported rate is compared
-    with min_lr and eps, and all groups are cut alike.
+    One measurement is one call of PyTorch's ``step``; where the schedule is constant, the rates are the same. A falling
+    schedule keeps falling, multiplied by the cuts. With several groups, as in LoRA+, the reported rate is compared with
+    min_lr and eps, and all groups are cut alike.
 
     Args:
         metric (str): ``held_out_loss``, another metric that a callback reports, or ``loss``, the mean training loss of
             every_steps steps. Default: "held_out_loss".
-        every_steps (int): For metric ``loss``: steps of one measurement. Default: 100.
+        every_steps (int): For the metric ``loss``: steps in one measurement. Default: 100.
         **settings: mode, factor, patience, threshold, threshold_mode, cooldown, min_lr and eps, with PyTorch's meanings
             and defaults: see PlateauRate.
 
@@ -54,7 +54,7 @@ class ReduceOnPlateau(RateCallback):
         check_is_measured(run_context.original_args(), "ReduceOnPlateau", self.metric)
 
     def update(self, params: InternalCallbackParam) -> None:
-        """Cuts the factor if the metric has been measured and it is time."""
+        """Cuts the factor if the metric was measured and a cut is due."""
         record = step_record(params)
         value = self._measured(params, record)
         if value is None:
@@ -70,7 +70,7 @@ class ReduceOnPlateau(RateCallback):
             report_event(params, "learning_rate", message)
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {"rule": self.rule.state(), "losses": self.losses, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
@@ -95,9 +95,9 @@ class ReduceOnPlateau(RateCallback):
 
 @dataclasses.dataclass(eq=False)
 class PlateauRate(Rule):
-    """Decides from one measurement after another whether to cut the rate.
+    """A rule that decides after each measurement whether to cut the rate.
 
-    A measurement m improves on the best one b, and takes its place, if
+    A measurement m improves on the best measurement b, and replaces it, if
 
         mode min:  m < b (1 - threshold)  or, with threshold_mode abs,  m < b - threshold
         mode max:  m > b (1 + threshold)  or                            m > b + threshold
@@ -108,13 +108,13 @@ class PlateauRate(Rule):
     Args:
         mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
         factor (float): Factor of a cut, above 0 and below 1. Default: 0.1.
-        patience (int): Measurements without an improvement that are accepted. Default: 10.
-        threshold (float): How much is an improvement; at least 0. Default: 1e-4.
-        threshold_mode (str): "rel" if threshold is a part of the best, "abs" if it is in units of the metric.
+        patience (int): Measurements without an improvement that are tolerated. Default: 10.
+        threshold (float): The smallest improvement that counts; at least 0. Default: 1e-4.
+        threshold_mode (str): "rel" if threshold is a fraction of the best value, "abs" if it is in units of the metric.
             Default: "rel".
         cooldown (int): Measurements after a cut that are not counted. Default: 0.
         min_lr (float): The lowest rate. Default: 0.0.
-        eps (float): A cut by no more than this is not made. Default: 1e-8.
+        eps (float): A cut of this size or less is not made. Default: 1e-8.
 
     Raises ConfigError if an argument is out of range. Source: torch.optim.lr_scheduler.ReduceLROnPlateau.
     """
@@ -143,7 +143,7 @@ class PlateauRate(Rule):
         self.bad = self.cooling = 0
 
     def step(self, metric: float, rate: float) -> float:
-        """Returns the rate to use after a measurement, from the rate now."""
+        """Returns the rate to use after a measurement, given the current rate."""
         if self._improves(metric):
             self.best = metric
             self.bad = 0

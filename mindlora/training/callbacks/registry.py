@@ -1,4 +1,4 @@
-"""The callbacks that a YAML can name; importing this module registers them all in MindFormers."""
+"""The callbacks that a YAML can name; importing this module registers all of them in MindFormers."""
 
 from mindformers.tools.register import MindFormerConfig
 
@@ -27,9 +27,9 @@ from mindlora.training.rl.callback import RlReport
 from mindlora.training.several.each_adapter import EachAdapter
 from mindlora.training.trackers.trackers import Trackers
 
-# The order in which callbacks run, whatever it is in the YAML: what measures comes before what decides and saves.
+# The order in which callbacks run, regardless of the YAML: those that measure come before those that decide and save.
 
-# First to last. Callbacks of MindFormers and of others come before all of these, in the order of the YAML.
+# First to last. MindFormers' and other callbacks come before all of these, in the order of the YAML.
 ORDER = (
     "BaseWeights",
     "BaseCheck",
@@ -58,12 +58,12 @@ ORDER = (
     "RunReport",
     "Trackers",
 )
-# What every training run gets.
+# The callbacks that every training run gets.
 ADDED = ("EmptySteps", "GracefulStop", "RunReport")
 
 
 def arrange_callbacks(config: MindFormerConfig) -> None:
-    """Puts the callbacks of a training run in order in its YAML, and adds those that every run gets."""
+    """Sorts the callbacks in the YAML of a training run, and adds those that every run gets."""
     callbacks = list(config.callbacks or [])
     listed = {callback.get("type") for callback in callbacks}
     callbacks += [MindFormerConfig(type=name) for name in ADDED if name not in listed]

@@ -1,4 +1,4 @@
-"""SampleAnswers: answers to given prompts before and after training."""
+"""SampleAnswers: answers given prompts before and after training."""
 
 from typing import Callable, List, Optional, Sequence
 
@@ -21,13 +21,13 @@ from mindlora.training.model.network import evaluated_model
 class SampleAnswers(Callback):
     """Answers prompts before the first step and after the last one, greedily, for the log and the report of the run.
 
-    Each token takes a pass over the whole window of seq_length tokens, since a network in training has no KV cache.
+    Each token takes a pass over the window of seq_length tokens, since a network in training has no KV cache.
 
     Args:
         prompts (list of str): The instructions to answer.
         tokenizer (str): The tokenizer of the training data: a folder or file, as for ``mindlora data``.
         template (str): The prompt template of the training data, as for ``mindlora data alpaca``. Default: "alpaca".
-        max_tokens (int): The most tokens in an answer. Default: 64.
+        max_tokens (int): Maximum number of tokens in an answer. Default: 64.
 
     Raises:
         ConfigError: There is no prompt, one is too long for the model, or max_tokens is out of range.
@@ -104,17 +104,18 @@ class _LastLogits(CompiledOnce):
 
 
 class Continuations:
-    """Continues prompts with a network in training. Keep the object to ask again: its graph is compiled once.
+    """Continues prompts with a network in training. Keep the object for further calls: its graph is compiled once.
 
-    The whole window runs for each token, as such a network has no KV cache: this is for a few short texts.
+    Each token takes a pass over the complete window, since such a network has no KV cache: use this for a few short
+    texts.
 
     Args:
         network (Cell): MindFormers' causal language model, which, called with tokens [rows, seq_length] in evaluation
             mode, returns (logits [rows, seq_length, vocabulary], ...). It is left in its mode.
         seq_length (int): The window. Each prompt has fewer tokens.
-        pad (int): What fills the window up.
+        pad (int): The token that pads the window.
         eos (int): The token that ends a text; -1 for none.
-        max_tokens (int): The most tokens after a prompt.
+        max_tokens (int): Maximum number of tokens after a prompt.
     """
 
     def __init__(self, network: nn.Cell, seq_length: int, pad: int, eos: int, max_tokens: int):
@@ -126,7 +127,7 @@ class Continuations:
         self.max_tokens = max_tokens
 
     def greedy(self, prompts: Sequence[Sequence[int]]) -> List[List[int]]:
-        """Returns what follows each prompt, without eos, choosing the likeliest token each time."""
+        """Returns the continuation of each prompt, without eos, choosing the most likely token each time."""
         rows = self(prompts, lambda logits: logits.argmax(-1))
         answers = [row[len(prompt) :] for row, prompt in zip(rows, prompts)]
         return [answer[:-1] if answer[-1] == self.eos else answer for answer in answers]
@@ -134,13 +135,13 @@ class Continuations:
     def __call__(
         self, prompts: Sequence[Sequence[int]], choose: Callable[[np.ndarray], np.ndarray], size: int = 0
     ) -> List[List[int]]:
-        """Returns each prompt with what follows it, up to eos, max_tokens or the end of the window.
+        """Returns each prompt with its continuation, up to eos, max_tokens or the end of the window.
 
         Args:
             prompts: Tokens of each.
             choose: Returns a token for each row of logits [rows, vocabulary].
-            size: Rows of a batch, which rows of padding fill up, so that one graph does for several batches. Default:
-                as many as there are prompts, or more where devices divide them.
+            size: Rows of a batch, filled up with rows of padding, so that one graph serves several batches. Default:
+                the number of prompts, or more where devices divide them.
         """
         was_training = self.network.training
         self.cell.set_train(False)

@@ -1,4 +1,4 @@
-"""WarmUp: the learning rate rises during the first steps, whatever its schedule."""
+"""WarmUp: raises the learning rate during the first steps, whatever its schedule."""
 
 from mindspore.train import RunContext
 from mindspore.train.callback._callback import InternalCallbackParam
@@ -11,7 +11,7 @@ from mindlora.training.callbacks.common import RateCallback, register, report_ev
 class WarmUp(RateCallback):
     """Multiplies the learning rate by start_factor + (1 - start_factor) min((step - 1) / steps, 1).
 
-    It works with every schedule, also with grouped ones and those that have a warm-up of their own.
+    It works with every schedule, including schedules with groups or a warm-up of their own.
 
     Args:
         steps (int): Steps until the factor is 1. Default: 100.
@@ -38,7 +38,7 @@ class WarmUp(RateCallback):
         used = self.factor
         self._choose(params)
         if used < 1 and (params.cur_step_num == 1 or self.factor == 1):
-            until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to that of the schedule"
+            until = f"rises until step {self.steps + 1}" if self.factor < 1 else "has risen to the schedule's rate"
             rate = step_record(params).learning_rate
             report_event(params, "learning_rate", f"WarmUp: the learning rate was {rate:.4g}, and {until}.")
 
@@ -49,7 +49,7 @@ class WarmUp(RateCallback):
 def warm_up_factor(step: int, steps: int, start: float) -> float:
     """Returns the factor of the learning rate at a step: start + (1 - start) min((step - 1) / steps, 1).
 
-    Steps count from 1. torch.optim.lr_scheduler.LinearLR multiplies the rate by the same at its epoch step - 1.
+    Steps count from 1. torch.optim.lr_scheduler.LinearLR multiplies the rate by the same factor at its epoch step - 1.
     """
     done = step - 1
     return 1.0 if done >= steps else start + (1.0 - start) * done / steps

@@ -1,4 +1,4 @@
-"""Labels and scores that classifiers and reward models give to texts, and how many of the labels are right."""
+"""Labels and scores that classifiers and reward models assign to texts, and how many of the labels are right."""
 
 import dataclasses
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -21,7 +21,7 @@ Probabilities = Dict[str, float]
 
 
 class Text(NamedTuple):
-    """What is to be judged, and where it was read, for messages."""
+    """A text to be judged, and the location where it was read, for messages."""
 
     location: str
     record: Record
@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LabeledWord:
-    """What a classifier of tokens says of a word."""
+    """A classifier's label for a word."""
 
     word: str
     label: str
@@ -38,12 +38,13 @@ class LabeledWord:
 
 @dataclasses.dataclass(frozen=True)
 class Judgment:
-    """What one adapter says of one text.
+    """One adapter's judgment of one text.
 
     Attributes:
-        label, probabilities: Of a classifier of texts: the likeliest label, and the probability of each by its name.
-        words (tuple of LabeledWord or None): Of a classifier of tokens.
-        score (float or None): Of a reward model.
+        label, probabilities: For a classifier of texts: the most likely label, and the probability of each label by
+            name.
+        words (tuple of LabeledWord or None): For a classifier of tokens: its labels.
+        score (float or None): For a reward model: its score.
     """
 
     adapter: str
@@ -55,13 +56,13 @@ class Judgment:
 
     @property
     def row(self) -> Dict[str, Any]:
-        """What it says, for JSON."""
+        """Returns the judgment as a row for JSON."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelMeasures:
-    """How well a classifier gave labels that are known: label_measures over ``labels`` of them."""
+    """Quality of a classifier's labels where the true ones are known: label_measures over ``labels`` labels."""
 
     adapter: str
     labels: int
@@ -70,13 +71,13 @@ class LabelMeasures:
 
 
 class Question(NamedTuple):
-    """A text as an adapter gets it.
+    """A text in the form that an adapter gets.
 
     Attributes:
-        record (Record): Its words, or all of it as one.
-        tokens (list of int): Its tokens.
-        places (list of int): Index of the token at which each of the words is labeled.
-        actual (list of int): Numbers of its own labels; empty if it has none.
+        record (Record): The text's words, or the complete text.
+        tokens (list of int): The text's tokens.
+        places (list of int): Index of the token at which each word is labeled.
+        actual (list of int): Numbers of the text's true labels; empty if it has none.
     """
 
     adapter: str
@@ -87,7 +88,7 @@ class Question(NamedTuple):
 
 
 def read_texts(path: str) -> List[Text]:
-    """Returns the rows of a file, with the columns of `mindlora data labels`, of which those of labels may be missing.
+    """Returns the rows of a file with the columns of `mindlora data labels`; the label columns may be missing.
 
     Raises DataError if the file or one of its rows cannot be used.
     """
@@ -103,10 +104,10 @@ def text_of(location: str, record: Any) -> Text:
 
 
 def questions_of(engine: Engine, texts: Sequence[Text], heads: Mapping[str, ScoreHead]) -> List[Question]:
-    """Returns what is to be asked, text by text, of each adapter; the engine need not be started.
+    """Returns the questions for each adapter, text by text; the engine need not be started.
 
     Raises:
-        DataError: A text is not of the kind that an adapter labels, or has a label that is none of the adapter's.
+        DataError: A text is not of the kind that an adapter labels, or has a label that the adapter does not have.
         RequestError: A text is too long.
     """
     return [_question(engine, text, adapter, head) for text in texts for adapter, head in heads.items()]
@@ -115,15 +116,15 @@ def questions_of(engine: Engine, texts: Sequence[Text], heads: Mapping[str, Scor
 def classify(
     engine: Engine, questions: Sequence[Question], heads: Mapping[str, ScoreHead]
 ) -> Tuple[List[Judgment], List[LabelMeasures]]:
-    """Returns what adapters say of texts, and measures of each adapter where texts have labels.
+    """Returns the adapters' judgments of texts, and each adapter's measures where texts have labels.
 
     Args:
         engine (Engine): Started.
-        questions (sequence of Question): Those of questions_of.
+        questions (sequence of Question): The result of questions_of.
         heads (mapping): Adapter -> its head, with the names of the labels.
 
     Raises:
-        ServingError: The engine cannot compute it.
+        ServingError: The engine cannot compute the judgments.
     """
     requests = [(question.tokens, _sampling(heads[question.adapter]), question.adapter) for question in questions]
     judgments: List[Judgment] = []
@@ -189,7 +190,7 @@ def _judgment(question: Question, head: ScoreHead, scores: np.ndarray) -> Judgme
 
 
 def _labeled(head: ScoreHead, scores: np.ndarray) -> Tuple[str, Probabilities]:
-    """Returns the likeliest label, and the probability of each."""
+    """Returns the most likely label, and the probability of each label."""
     probabilities = dict(zip(head.names, probabilities_of(scores).tolist()))
     return head.names[int(scores.argmax())], probabilities
 

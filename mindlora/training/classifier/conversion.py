@@ -1,7 +1,7 @@
-"""Labeled texts and labeled words to MindRecord: the rows that a classifier learns from.
+"""Conversion of labeled texts and labeled words to MindRecord: the rows that a classifier learns from.
 
 A row has the columns of all conversions, ``input_ids`` and ``labels``, int32 [seq_length + 1] each. As with tokens, a
-label stands one place behind the position that predicts it: that of a text behind its last token, that of a word behind
+label stands one place after the position that predicts it: a text's label after its last token, a word's label after
 its first token. So a text has at most seq_length tokens.
 """
 
@@ -33,23 +33,23 @@ def convert_labels(
     label_names: Optional[Sequence[str]] = None,
     **settings: Any,
 ) -> DataReport:
-    """Writes labeled texts, or lists of words with a tag each, as MindRecord, and beside it the names of the labels.
+    """Writes labeled texts, or lists of tagged words, as MindRecord, and the names of the labels beside it.
 
-    A record is {"text", "label"} or {"tokens", "tags"}; labels are names, or numbers from 0. X-labels.json gets their
-    names, a list in the order of their numbers. With ``truncate``, the end of a text that is too long is cut off, and
-    words with it.
+    A record is {"text", "label"} or {"tokens", "tags"}; labels are names, or numbers from 0. X-labels.json lists their
+    names in the order of their numbers. With ``truncate``, the end of a text or list of words that is too long is cut
+    off.
 
     Args:
         inputs (str or sequence of str): As for convert_alpaca.
         output_path, tokenizer, seq_length, **settings: As for convert_alpaca; ``pack`` is not possible.
-        label_names (sequence of str, optional): The labels in the order of their numbers. Default: None, all that
-            occur, sorted.
+        label_names (sequence of str, optional): The labels in the order of their numbers. Default: None, all labels
+            that occur, sorted.
 
     Returns:
         DataReport.
 
     Raises:
-        DataError: As for convert_alpaca, or rows are of both kinds, or names and numbers are mixed.
+        DataError: As for convert_alpaca, or the rows are of both kinds, or names and numbers are mixed.
         TokenizerError: As for convert_alpaca.
     """
     options = Settings(seq_length, **settings)
@@ -63,30 +63,30 @@ def convert_labels(
 
 
 def labels_name(output_path: str) -> str:
-    """Returns where the names of the labels go."""
+    """Returns the path of the file with the labels' names."""
     return output_path[: -len(".mindrecord")] + "-labels.json"
 
 
 class Labeled(NamedTuple):
-    """Tokens, int32 [n], and for each position the number of its label or -1, int32 [n]."""
+    """Tokens, int32 [n], and each position's label number or -1, int32 [n]."""
 
     tokens: np.ndarray
     labels: np.ndarray
 
     @property
     def parts(self) -> "Tuple[Labeled, ...]":
-        """The sequences of tokens that it consists of: itself."""
+        """The example's sequences of tokens: just itself."""
         return (self,)
 
     @property
     def learned(self) -> np.ndarray:
-        """Which places of a row hold a label."""
+        """Returns which places of a row hold a label."""
         return np.append(False, self.labels != _NO_LABEL)
 
     def columns(
         self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
     ) -> Dict[str, np.ndarray]:
-        """Returns the columns of its row."""
+        """Returns the columns of the example's row."""
         input_ids = np.full(seq_length + 1, pad_token_id, np.int32)
         labels = np.full(seq_length + 1, ignore_token_id, np.int32)
         input_ids[: len(self.tokens)] = self.tokens
@@ -95,7 +95,7 @@ class Labeled(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A text with a label, or words with a label each; without labels where none are needed."""
+    """A text with a label, or words with a label each; labels may be absent where they are not needed."""
 
     words: List[str]
     labels: List[Label]
@@ -103,14 +103,14 @@ class Record(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The tokens of a text or of words, and the index of the token at which each of them is labeled."""
+    """The tokens of a text or of words, and the index of the token at which each label belongs."""
 
     tokens: List[int]
     places: List[int]
 
 
 class LabelExamples(Examples):
-    """Labeled texts, or labeled words; ``names`` are those of the labels once all rows have been read."""
+    """Labeled texts, or labeled words; ``names`` holds the labels' names once all rows have been read."""
 
     layout = LAYOUT
 
@@ -166,7 +166,7 @@ class LabelExamples(Examples):
         return len(encoded.tokens) + 1
 
     def cut(self, encoded: Labeled, limit: int) -> Labeled:
-        """Cuts the end off; the label of a text stays at its last token."""
+        """Cuts off the end; a text's label stays at its last token."""
         labels = encoded.labels[: self.limit].copy()
         if self.are_texts:
             labels[-1] = encoded.labels[-1]
@@ -182,9 +182,9 @@ class LabelExamples(Examples):
 
 
 def encode_record(parsed: Record, tokenizer: Any) -> Places:
-    """Returns a text as it is, which is labeled at its last token, or words with a space before each but the first.
+    """Encodes a text, labeled at its last token, or words, joined by spaces and each labeled at its first token.
 
-    A word is labeled at its first token. Raises UnusableRow for a word or a text without tokens.
+    Raises UnusableRow for a word or a text without tokens.
     """
     special = tokenizers.special_ids(tokenizer)
     tokens = [] if special.bos is None else [special.bos]
@@ -199,9 +199,9 @@ def encode_record(parsed: Record, tokenizer: Any) -> Places:
 
 
 def read_record(record: Any, needs_labels: bool = True) -> Record:
-    """Returns what a record holds; raises UnusableRow if it is neither a labeled text nor labeled words.
+    """Returns the text or words of a record; raises UnusableRow if it holds neither a labeled text nor labeled words.
 
-    Without ``needs_labels``, the field of the labels may be missing.
+    Unless ``needs_labels``, the label field may be missing.
     """
     if not isinstance(record, dict):
         raise UnusableRow("not an object")

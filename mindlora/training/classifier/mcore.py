@@ -1,4 +1,4 @@
-"""What makes a classifier of MindFormers' Qwen3, as it trains in graph mode and as the PyNative Trainer builds it."""
+"""The parts that make a classifier of MindFormers' Qwen3, in graph mode and under the PyNative Trainer."""
 
 from typing import Any, Type
 
@@ -10,7 +10,7 @@ from mindlora.network.cells.score import Score
 
 
 class McoreClassifier:
-    """Qwen3 with scores of labels in place of logits of tokens; it comes before the class of MindFormers' model.
+    """Qwen3 with label scores instead of token logits: a mixin that precedes the class of MindFormers' model.
 
     Args:
         config (Qwen3Config): With num_labels, the number of scores; 1 for rewards.
@@ -33,10 +33,10 @@ class McoreClassifier:
         super().__init__(config)  # type: ignore[call-arg]
         config.num_labels = labels
         self.score = self.score_type(config.hidden_size, labels, TASKS[type(self).__name__])
-        # A network without prefixes: the names of its parameters begin inside it.
+        # The network has no prefix: the names of its parameters begin inside it.
         self.score.update_parameters_name(f"{SCORE.mcore}.")
         self.model._cells["output_layer"] = self.output_layer()
 
     def output_layer(self) -> nn.Cell:
-        """Returns what a GPTModel calls with its output, and with the weight that tied embeddings would give it."""
+        """The head that a GPTModel calls with its output, and with the weight that tied embeddings would pass."""
         return self.score

@@ -17,9 +17,9 @@ register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=True)
 
 
 class _Classifier(LlamaForCausalLM):
-    """LlamaForCausalLM with scores of labels in place of logits of tokens; its loss is the same.
+    """LlamaForCausalLM with label scores instead of token logits; its loss is the same.
 
-    A label belongs to the position before it, as a token does that is predicted.
+    A label belongs to the position before it, like a predicted token.
 
     Args:
         config (LlamaConfig): With num_labels, the number of scores; 1 for rewards.
@@ -30,17 +30,17 @@ class _Classifier(LlamaForCausalLM):
 
     def __init__(self, config: LlamaConfig):
         check_number(getattr(config, "num_labels", None), "model_config.num_labels", COUNT)
-        # By its name, where MindFormers looks for disable_lazy_inline: data parallel does not compile without it.
+        # Under the name at which MindFormers looks for disable_lazy_inline: data parallel does not compile without it.
         super().__init__(config=config)
         del self.lm_head
         self.score = Score(config.hidden_size, config.num_labels, TASKS[type(self).__name__])
-        # What the construct of the Llama calls. Assigned as an attribute, it would rename the parameters.
+        # The Llama's construct calls this. Assigning it as an attribute would rename the parameters.
         self._cells["lm_head"] = self.score
 
 
 @register
 class LlamaForSequenceClassification(_Classifier):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register
@@ -49,7 +49,7 @@ class LlamaForTokenClassification(_Classifier):
 
 
 class _ScoreLayer(nn.Cell):
-    """A head in the place of a GPTModel's output layer: the weight that tied embeddings give it is left alone."""
+    """A head in place of a GPTModel's output layer; it ignores the weight that tied embeddings pass."""
 
     def __init__(self, score: Score):
         super().__init__(auto_prefix=False)
@@ -69,7 +69,7 @@ register_mcore = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy
 
 @register_mcore
 class Qwen3ForSequenceClassification(_InGraphMode, TrainingQwen3ForCausalLM):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register_mcore

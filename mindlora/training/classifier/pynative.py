@@ -18,12 +18,12 @@ from mindformers.pynative.distributed import register_parallelize  # noqa: E402
 
 
 class _Score(Score):
-    """Score in a model that MindFormers makes without values, and gives a weight where it has tied embeddings."""
+    """A Score for a model that MindFormers builds without values, and that passes a weight if embeddings are tied."""
 
     def __init__(self, hidden_size: int, num_labels: int, task: Task):
         super().__init__(hidden_size, num_labels, task)
         for parameter in list(self.get_parameters()):
-            # The optimizer's states would have no values either beside those of an initializer.
+            # With only an initializer here, the optimizer's states would have no values either.
             name = parameter.name
             setattr(self, name, Parameter(mint.empty(parameter.shape, dtype=parameter.dtype), name=name))
 
@@ -31,7 +31,7 @@ class _Score(Score):
         return super().construct(hidden)
 
     def reset_parameter(self) -> None:
-        """Draws the initial values, where MindFormers has made room for them."""
+        """Draws the initial values into the memory that MindFormers has allocated."""
         new = Score(self.weight.shape[1], self.num_labels, self.task)
         for parameter, value in zip(self.get_parameters(), new.get_parameters()):
             set_value(parameter, value)
@@ -47,7 +47,7 @@ register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False
 @register
 @register_parallelize(parallelize_gptmodel)
 class Qwen3ForSequenceClassification(_InPynative, PyNativeQwen3ForCausalLM):
-    """Scores of a whole text, at its last token."""
+    """Scores of a text, at its last token."""
 
 
 @register

@@ -1,4 +1,4 @@
-"""Classifiers: what a YAML's class of the model and num_labels need from the rest of it."""
+"""Classifiers' rules: what a YAML's model class and num_labels require of the rest of the YAML."""
 
 from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
@@ -11,12 +11,12 @@ from mindlora.run.yaml_run import YamlRun, first_class
 
 LABELS = "model.model_config.num_labels"
 _REWARD = "reward"
-# What computes logits of tokens, or samples of them.
+# Callbacks that compute token logits or sample tokens.
 _OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
 
 
 class _Asked(NamedTuple):
-    """What a YAML says of the head of its model, and of what does not go with a classifier.
+    """A YAML's settings of the model's head, and those that do not go with a classifier.
 
     Attributes:
         model_class (str or None): The class of the model.
@@ -24,7 +24,7 @@ class _Asked(NamedTuple):
         preference: The node of that name.
         adapters: pet_config.adapters.
         callbacks (sequence of str): Types of the callbacks.
-        class_key, labels_key, preference_key, pet_key (str): The keys that say so.
+        class_key, labels_key, preference_key, pet_key (str): The keys of these settings.
         is_mcore (bool): Whether it is an mcore model.
     """
 
@@ -47,7 +47,7 @@ class _Asked(NamedTuple):
 
 
 def check_classifier(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each setting that does not go with a classifier, or that needs one."""
+    """Yields an error for each setting that does not go with a classifier, or that requires one."""
     yield from _check(
         _Asked(
             run.head_class,
@@ -67,7 +67,7 @@ def check_classifier(run: YamlRun) -> Iterator[Finding]:
 
 
 def check_pynative_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields what check_classifier does of a YAML of the PyNative trainer."""
+    """Yields the errors of check_classifier for a YAML of the PyNative trainer."""
     model = config.get("model") or {}
     model_class = first_class(model)
     callbacks = [node for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
@@ -119,13 +119,13 @@ def _check(asked: _Asked) -> Iterator[Finding]:
         if name in _OF_TOKENS:
             yield error(
                 f"callbacks.{name}",
-                f"{name} is about texts that the model writes, but the model is a classifier.",
+                f"{name} needs a model that writes texts, but the model is a classifier.",
                 "Remove it.",
             )
 
 
 def _check_preference(asked: _Asked) -> Iterator[Finding]:
-    """Yields why a loss of preferences does not go with the model: rewards are of classifiers with one label alone."""
+    """Yields an error if a preference loss does not go with the model: a reward needs a classifier with one label."""
     key, node = asked.preference_key, asked.preference
     loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
     rewarded = next(kind for kind in asked.classes if not TASKS[kind].has_bias)

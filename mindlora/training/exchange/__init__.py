@@ -1,1 +1,1 @@
-"""Gradients exchanged between data-parallel processes: whole, or in fewer bits."""
+"""Exchange of gradients between data-parallel processes, in full precision or in fewer bits."""

@@ -1,4 +1,4 @@
-"""What every exchange of gradients is, the flat vector that it sums, and the two plain kinds: dense and float16."""
+"""Exchanges of gradients: their base class, the flat vector that they sum, and all kinds from dense to two-level."""
 
 import json
 import os
@@ -23,19 +23,19 @@ from mindlora.training.resume.collectives import wait_for_all_ranks
 
 # float32 holds every whole number below 2 ** 24 exactly; a sum of such numbers that stays below it is exact too.
 WORD_BITS = 24
-# Each rank has a residual of its own, so it is not part of the state that rank 0 saves.
+# Each rank has its own residual, so it is not part of the state that rank 0 saves.
 RESIDUAL_NAME = f"{TRANSIENT}gradient_exchange_residual"
-# A sum of at most 2 ** 15 leaves room for the rounding of every addend below float16's largest number, 65504.
+# A sum of at most 2 ** 15 leaves room for each addend's rounding below float16's largest number, 65504.
 _LARGEST_EXPONENT = 14
 _FOLDER = "unsent_gradients"
 _TENSOR = "unsent"
 
 
 class FlatLayout:
-    """Where each parameter's gradient lies in the flat vector: one after the other, in the order of ``parameters``.
+    """The layout of the flat vector: the gradients of ``parameters``, one after another, in order.
 
-    ``flatten`` makes the vector, float32 [size], of a tuple of gradients; ``unflatten`` makes of it float32 gradients
-    in the shapes of the parameters. ``offsets`` says where each begins in it.
+    ``flatten`` turns a tuple of gradients into the vector, float32 [size]; ``unflatten`` turns the vector into float32
+    gradients in the shapes of the parameters. ``offsets`` says where each gradient begins.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -81,33 +81,33 @@ class Exchange(nn.Cell):
         self.nothing = Tensor([0.0], mstype.float32)
 
     def reduce(self, flat: Tensor) -> Tuple[Tensor, Tensor]:
-        """Sums this rank's gradients, float32 [size], over the ranks, with the same bits on each; it changes nothing.
+        """Sums the gradients, float32 [size], over the ranks, with the same bits on each; changes no state.
 
-        Returns the sum, and what this rank has not sent of its gradients, for keep.
+        Returns the sum, and the part of this rank's gradients that it has not sent, for keep.
         """
         raise NotImplementedError
 
     def keep(self, residual: Tensor) -> Tensor:
-        """Keeps the residual, to be sent in later steps, and returns it."""
+        """Keeps the residual for later steps, and returns it."""
         return residual
 
     @property
     def bytes_per_step(self) -> int:
-        """How many bytes this rank sends in a step."""
+        """Number of bytes that this rank sends in a step."""
         raise NotImplementedError
 
     @property
     def bytes_between_machines(self) -> int:
-        """How many of the bytes of a step leave this rank's machine."""
+        """Number of a step's bytes that leave this rank's machine."""
         return self.bytes_per_step
 
     def unsent(self) -> Optional[Parameter]:
-        """Returns the parameter with what this rank has not sent yet, float32; None if the exchange sends all."""
+        """The parameter of this rank's unsent gradients, float32; None if the exchange sends everything."""
         return None
 
 
 class DenseExchange(Exchange):
-    """Sums the whole vector of ``size`` elements in one AllReduce, and not each parameter in one of its own."""
+    """Sums the vector of ``size`` elements in one AllReduce, instead of one AllReduce per parameter."""
 
     def __init__(self, size: int, ranks: Ranks):
         super().__init__()
@@ -126,10 +126,10 @@ class DenseExchange(Exchange):
 class Float16Exchange(Exchange):
     """Sums the vector of ``size`` elements in float16: sum = AllReduce(float16(s flat)) / s.
 
-    s is a power of two, the same on all ranks. It follows from m, the sum over the ranks of their largest absolute
-    values, which is a first AllReduce of one number: s m is in [2 ** 14, 2 ** 15). No partial sum of any element
-    exceeds m, so neither the cast nor the sum can overflow, and small gradients do not vanish. Where the gradient of a
-    rank is not finite, the sum is not finite on any rank.
+    s is a power of two, the same on all ranks, such that s m is in [2 ** 14, 2 ** 15). m is the sum over the ranks of
+    their largest absolute values, from a first AllReduce of one number. No partial sum of any element exceeds m, so
+    neither the cast nor the sum can overflow, and small gradients do not vanish. If the gradient of a rank is not
+    finite, the sum is not finite on any rank.
     """
 
     def __init__(self, size: int, ranks: Ranks):
@@ -151,19 +151,19 @@ class Float16Exchange(Exchange):
         return self.ranks.bytes_to_sum(self.size, FLOAT16) + self.ranks.bytes_to_sum(1)
 
 
-# The exchange of gradients as whole numbers of few bits, several in one float32, with error feedback.
+# Exchange of gradients as integers of few bits, several in one float32, with error feedback.
 
-# Elements that share a scale; a multiple of how many numbers a word carries, for 4, 6 and 8 bits.
+# Elements that share a scale; a multiple of the numbers per word for 4, 6 and 8 bits.
 BLOCK = 240
 
 
 def levels(bits: int, ranks: int) -> float:
-    """Returns L: a sum over the ranks has the whole numbers up to L + ranks / 2, which is what ``bits`` can tell."""
+    """Returns L: a sum over the ranks takes integers up to L + ranks / 2, the largest that ``bits`` bits can hold."""
     return 2 ** (bits - 1) - 1 - ranks / 2
 
 
 class QuantizedExchange(Exchange):
-    """Sums the vector in whole numbers of ``bits`` bits: 4, 6 or 8.
+    """Sums the vector as integers of ``bits`` bits: 4, 6 or 8.
 
     With c = gradient + residual, in blocks of 240 elements, S = sum over the ranks of max |c| (a first AllReduce of
     one number for each block), and u = S / L, where L must be at least 1:
@@ -172,9 +172,9 @@ class QuantizedExchange(Exchange):
 
     |q| is at most max |c| / u + 1/2 on each rank, so the sum of q is at most L + ranks / 2 = 2 ** (bits - 1) - 1, and
     24 / bits such sums fit into one float32, which adds them up without losing a bit. All elements arrive in every
-    step, so that an optimizer such as Adam sees no gaps. What rounding took away is in the residual (error
-    feedback; Seide et al., 1-Bit Stochastic Gradient Descent, 2014), which only a comparison switches off. Where the
-    gradient of a rank is not finite, the sum is not finite on any rank.
+    step, so that an optimizer such as Adam sees no gaps. The residual keeps the rounding error (error feedback; Seide
+    et al., 1-Bit Stochastic Gradient Descent, 2014); only comparisons switch it off. If the gradient of a rank is not
+    finite, the sum is not finite on any rank.
     """
 
     def __init__(self, size: int, ranks: Ranks, bits: int = 6, feedback: bool = True):
@@ -193,7 +193,7 @@ class QuantizedExchange(Exchange):
         self.base = float(2**bits)
         powers = self.base ** np.arange(self.in_word)
         self.powers = Tensor(powers, mstype.float32)
-        # Makes all digits of a sum positive, so that they can be told apart.
+        # Makes all digits of a sum positive, so that they can be separated.
         self.digit_offset = self.base / 2
         self.word_offset = float(self.digit_offset * powers.sum())
         self.residual = Parameter(Tensor(np.full(size, -0.0, np.float32)), name=RESIDUAL_NAME, requires_grad=False)
@@ -209,7 +209,7 @@ class QuantizedExchange(Exchange):
         return total.reshape(-1)[: self.size], (blocks - whole * unit).reshape(-1)[: self.size]
 
     def digits(self, words: Tensor) -> Tensor:
-        """Returns the whole numbers that words carry: float32 [words] -> [words, 24 / bits]."""
+        """Returns the integers in words: float32 [words] -> [words, 24 / bits]."""
         shifted = (words + self.word_offset).expand_dims(-1) / self.powers
         return ops.floor(shifted) - self.base * ops.floor(shifted / self.base) - self.digit_offset
 
@@ -227,19 +227,19 @@ class QuantizedExchange(Exchange):
 
 
 def fits(bits: int, ranks: int) -> bool:
-    """Returns whether ``bits`` bits can hold the sum of the numbers of ``ranks`` ranks."""
+    """Returns whether ``bits`` bits can hold the sum over ``ranks`` ranks."""
     return levels(bits, ranks) >= 1
 
 
-# The exchange over machines: dense inside of each, where links are fast, and any other exchange between them.
+# Exchange over machines: dense within each machine, where links are fast, and any other exchange between machines.
 
 
 class TwoLevelExchange(Exchange):
     """Sums over the ranks of a machine, then over the machines.
 
-    Every rank of a machine sums one part of the vector, as many as the machine has ranks, with the ranks of the same
-    number on the other machines; then the machine's ranks put the parts together. ``between`` exchanges this rank's
-    part, of part_size(size, within) elements.
+    The vector has as many parts as a machine has ranks. Each rank sums one part with the ranks of the same number on
+    the other machines; then the machine's ranks join the parts. ``between`` exchanges this rank's part, of
+    part_size(size, within) elements.
     """
 
     def __init__(self, size: int, within: Ranks, between: Exchange):
@@ -277,17 +277,17 @@ class TwoLevelExchange(Exchange):
 
 
 def part_size(size: int, within: Ranks) -> int:
-    """Returns how many elements of the vector each rank of a machine exchanges with other machines."""
+    """Returns the number of elements that each rank of a machine exchanges with other machines."""
     return -(-size // within.count)
 
 
 def machine_groups(
     ranks: Ranks, local_size: int, make_group: Optional[Callable[[str, List[int]], None]] = None
 ) -> Tuple[Ranks, Ranks]:
-    """Returns the ranks of this rank's machine, and those with the same number on every machine.
+    """Returns the groups of this rank's machine and of the ranks with the same number on every machine.
 
-    The ranks of a machine follow each other. ``make_group`` gets (name, ranks) of both groups; None stands for
-    MindSpore's create_group.
+    The ranks of a machine are consecutive. ``make_group`` gets (name, ranks) of both groups; None means MindSpore's
+    create_group.
     """
     machine, number = divmod(ranks.rank, local_size)
     machines = ranks.count // local_size
@@ -301,11 +301,11 @@ def machine_groups(
     return Ranks(number, local_size, names[0]), Ranks(machine, machines, names[1])
 
 
-# The exchange that gradient_exchange of a YAML asks for.
+# The exchange that a YAML's gradient_exchange selects.
 
 
 def make_exchange(settings: ExchangeSettings, layout: FlatLayout, ranks: Ranks, on_this_machine: int) -> Exchange:
-    """Returns the exchange of one of several ranks; every rank must call it, since it may make groups.
+    """Returns one rank's exchange; every rank must call this function, since it may make groups.
 
     ``ranks`` are all of them. Raises ConfigError if local_size does not divide them into machines.
     """
@@ -334,10 +334,11 @@ def _one_level(settings, size, ranks):
 
 
 def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: int) -> None:
-    """Writes what this rank has not sent, and returns when all ranks have: rank 0 writes its step folder afterwards.
+    """Writes this rank's unsent gradients, and returns once all ranks have written theirs.
 
-    So each step folder has these files, wherever a run is killed. Without such an exchange, nothing is done. The file
-    is unsent_gradients/step_N.rank_R.safetensors in ``directory``; one more of them is kept than of step folders.
+    Only then does rank 0 write its step folder, so that each step folder has these files, wherever a run is killed. An
+    exchange that sends everything writes no file. The file is unsent_gradients/step_N.rank_R.safetensors in
+    ``directory``; one more file is kept than step folders.
     """
     exchange = _compressing(train_network)
     if exchange is None:
@@ -347,14 +348,14 @@ def save_unsent(directory: str, step: int, train_network: nn.Cell, keep_last: in
         # A copy is contiguous.
         save_file({_TENSOR: exchange.unsent().asnumpy().copy()}, path, {"exchange": json.dumps(_identity(exchange))})
     saved = _files_of_this_rank(folder)
-    # The files of later steps belong to an earlier run, whose folders have been moved.
+    # Files of later steps belong to an earlier run, whose folders have been moved.
     for old in [s for s in saved if s > step] + [s for s in saved if s <= step][: -keep_last - 1]:
         os.unlink(saved[old])
     wait_for_all_ranks()
 
 
 def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
-    """Restores what this rank had not sent; without such a file of this run, it starts at 0, with a warning."""
+    """Restores this rank's unsent gradients; without a file of this run, they start at 0, with a warning."""
     exchange = _compressing(train_network)
     if exchange is None:
         return
@@ -370,20 +371,20 @@ def restore_unsent(step_folder: str, step: int, train_network: nn.Cell) -> None:
         problem = f"{path} was written by {_text(saved)}, but this run has {_text(expected)}"
     logger.warning(
         "Gradients that were not sent start at zero on rank %d: %s. Resume with the files and the settings of the run "
-        "to go on exactly.",
+        "to continue exactly.",
         get_rank(),
         problem,
     )
 
 
 def _compressing(train_network: nn.Cell) -> Optional[Exchange]:
-    """Returns the exchange of a train step, if it keeps back what it does not send."""
+    """Returns the exchange of a train step if it keeps unsent gradients."""
     exchange = getattr(train_step_of(train_network), "exchange", None)
     return exchange if exchange is not None and exchange.unsent() is not None else None
 
 
 def _identity(exchange):
-    """Returns what must be the same in the run that wrote a file."""
+    """Returns the settings that must match those of the run that wrote a file."""
     return {"ranks": get_group_size(), "elements": int(exchange.unsent().size)}
 
 

@@ -13,7 +13,7 @@ from mindlora.training.model.network import train_step_of
 
 @register
 class ExchangeCheck(PeriodicCallback):
-    """Checks every check_every steps, and at the end, that the trained parameters have the same bits on every rank.
+    """Checks, every check_every steps and at the end, that the trained parameters have the same bits on every rank.
 
     mindlora-run adds it to a data-parallel run, with check_every of runner_wrapper.gradient_exchange.
 
@@ -29,7 +29,7 @@ class ExchangeCheck(PeriodicCallback):
         super().__init__("check_every", check_every)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Compares the ranks if it is due."""
+        """Compares the ranks if a check is due."""
         params = run_context.original_args()
         train_step = train_step_of(params.train_network)
         if train_step is None or train_step.exchange is None:
@@ -40,7 +40,7 @@ class ExchangeCheck(PeriodicCallback):
 
 
 def prepare_exchange(config: MindFormerConfig) -> None:
-    """Makes data-parallel ranks compare their adapters: adds ExchangeCheck to the YAML, which must have no mistakes."""
+    """Makes data-parallel ranks compare their adapters: adds ExchangeCheck to a YAML that has passed the checks."""
     run = YamlRun(config)
     settings = exchange_settings(run.at(EXCHANGE) or "dense")
     whole = run.in_parallel and not run.split_by

@@ -1,4 +1,4 @@
-"""The ranks that exchange gradients: their collective operations, the bytes of these, and whether they still agree."""
+"""Ranks that exchange gradients: their collective operations, the bytes sent, and whether the ranks still agree."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import LoraError
 
-# Bytes of a number.
+# Bytes per number.
 FLOAT32 = 4
 FLOAT16 = 2
-# On CPUs the receiver of a message sends the whole of it back as its receipt, so a network device counts twice as much.
+# On CPUs, the receiver of a message returns all of it as a receipt, so a network device counts twice as many bytes.
 CPU_RECEIPTS = 2
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A communication group as one of its ranks sees it; ``group`` is its name, or None for all ranks."""
+    """A communication group as seen by one of its ranks; ``group`` is its name, or None for all ranks."""
 
     rank: int
     count: int
@@ -30,7 +30,7 @@ class Ranks:
         return ops.AllReduce(ops.ReduceOp.SUM, self.group) if self.group else ops.AllReduce()
 
     def bytes_to_sum(self, elements: int, element_bytes: int = FLOAT32) -> int:
-        """Returns how many bytes of payload a rank sends in an AllReduce: 2 (n - 1) / n of those of the vector.
+        """Returns the bytes of payload that a rank sends in an AllReduce: 2 (n - 1) / n times the vector's bytes.
 
         MindSpore's AllReduce on CPUs is a ring, in which each of n ranks sends 2 (n - 1) chunks of 1/n of the vector.
         """
@@ -56,15 +56,15 @@ def digest(parameters: Sequence[Parameter]) -> np.ndarray:
 
 
 def check_agreement(parameters: Sequence[Parameter], step: int) -> None:
-    """Compares parameters, in the same order on all ranks, each of which must call this after a step.
+    """Compares parameters, in the same order on all ranks; every rank must call this after a step.
 
-    Raises LoraError on every rank if they differ; it names the ranks that differ from rank 0.
+    Raises LoraError on every rank if the parameters differ; it names the ranks that differ from rank 0.
     """
     gathered = _Gather()(Tensor(digest(parameters), mstype.int32)).asnumpy().reshape(-1, 8)
     differing = [rank for rank in range(len(gathered)) if (gathered[rank] != gathered[0]).any()]
     if differing:
         raise LoraError(
             f"After step {step}, the trained parameters of rank {', '.join(map(str, differing))} differ from those of "
-            "rank 0, so the ranks no longer train one adapter. Resume from a step before; if it happens again, look "
-            "for what differs between the machines (versions, hardware errors)."
+            "rank 0, so the ranks no longer train one adapter. Resume from an earlier step; if it happens again, look "
+            "for differences between the machines (versions, hardware errors)."
         )

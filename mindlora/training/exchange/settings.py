@@ -1,4 +1,4 @@
-"""ExchangeSettings: how data-parallel processes exchange gradients, as a YAML's gradient_exchange says it."""
+"""ExchangeSettings: how data-parallel processes exchange gradients, from a YAML's gradient_exchange."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Mapping, Optional, Union
@@ -12,14 +12,14 @@ _BITS = (4, 6, 8)
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How data-parallel processes exchange gradients.
+    """Settings of the gradient exchange between data-parallel processes.
 
     Args:
-        type (str): "dense" (float32), "float16", or "quantized" (whole numbers of few bits). Default: "dense".
-        local_size (int): Ranks of each machine; 1 compresses between all ranks. Default: None, as many as run on this
-            machine, or 1 if all of them do.
+        type (str): "dense" (float32), "float16", or "quantized" (integers of few bits). Default: "dense".
+        local_size (int): Ranks of each machine; 1 compresses between all ranks. Default: None, the number of ranks on
+            this machine, or 1 if all of them run on it.
         check_every (int): Steps between two comparisons of the ranks' adapters; 0 for none. Default: 100.
-        bits (int): With quantized, the bits of a number: 4, 6 or 8. Default: 6.
+        bits (int): Bits of a number with quantized: 4, 6 or 8. Default: 6.
 
     Raises:
         ConfigError: A value is out of range.

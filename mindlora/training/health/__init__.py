@@ -1,1 +1,1 @@
-"""Is training going well: measures of adapters, and what to do when a step goes wrong."""
+"""The health of training: measures of adapters, and reactions to bad steps."""

@@ -1,4 +1,4 @@
-"""AdapterHealth: norms, updates and effective ranks of the adapters while they train, and what is wrong with them."""
+"""AdapterHealth: norms, updates and effective ranks of the adapters while they train, and findings about them."""
 
 import dataclasses
 import itertools
@@ -34,18 +34,18 @@ from mindlora.training.health.report import (
 from mindlora.training.log import logger
 from mindlora.training.model.network import train_step_of
 
-# Rows of W from which |W| is estimated, so that a large base is not read as a whole.
+# Number of rows of W from which |W| is estimated, so that a large base is not read completely.
 _SAMPLED_ROWS = 256
 
 
 @register
 class AdapterHealth(RuleCallback, PeriodicCallback):
-    """Measures each adapter while it trains, and says in the log what is wrong and what to change.
+    """Measures each adapter while it trains, and logs what is wrong and what to change.
 
     Every ``every_steps`` steps and at the last one, rank 0 puts a HealthReport (mindlora.training.health.report) into
     ``adapter_health`` of MindSpore's callback parameters, logs a line, and reports each new finding of
     mindlora.training.health.report as an event of the run. Norms of gradients are known only if the wrapper has
-    record_gradient_norms; mindlora-run sets it. The update of a step is known unless data sinking hides single steps.
+    record_gradient_norms; mindlora-run sets it. A step's update is known unless data sinking hides single steps.
 
     Args:
         every_steps (int): Steps between measurements. Default: 10.
@@ -59,7 +59,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
         self.rule = HealthRules()
         self.cells: Dict[str, LoRACell] = {}
         self.weight_norms: Dict[str, Optional[float]] = {}
-        # The values before the step that is measured next: path -> part -> array.
+        # The values before the next measured step: path -> part -> array.
         self.kept: Dict[str, Dict[str, np.ndarray]] = {}
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -73,21 +73,21 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
             )
         if get_real_rank() == 0 and _recording_step(params) is None:
             logger.warning(
-                "AdapterHealth: the train step records no gradient norms, so nothing is said about gradients. Set "
-                "runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
+                "AdapterHealth: the train step records no gradient norms, so there are no findings about gradients. "
+                "Set runner_wrapper to type: LoraTrainOneStepCell with record_gradient_norms: True."
             )
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Keeps the values before a step that will be measured."""
+        """Keeps the values before a measured step."""
         params = run_context.original_args()
-        # With data sinking, more than one step may come now.
+        # With data sinking, several steps may follow.
         if params.cur_step_num == self.step_before + 1 and self.is_due(params):
             for path, cell in self.cells.items():
                 parts = float_parts(cell, trained=True)
                 self.kept[path] = {name: part.copy() for name, part in parts.items()}
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Measures if it is due."""
+        """Measures the adapters if a measurement is due."""
         params = run_context.original_args()
         params.pop("adapter_health", None)
         if self.is_due(params):
@@ -105,7 +105,7 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
         recording = _recording_step(params)
         if not self.weight_norms:
             self.weight_norms = {path: weight_norm(cell) for path, cell in self.cells.items()}
-        # A step that was skipped has changed nothing, and its gradients may have overflowed.
+        # A skipped step has changed nothing, and its gradients may have overflowed.
         before = {} if record.skipped else self.kept
         norms = {} if record.skipped or recording is None else recording.gradient_norms()
         values = {
@@ -122,13 +122,13 @@ class AdapterHealth(RuleCallback, PeriodicCallback):
 
 
 def _recording_step(params: InternalCallbackParam) -> Optional[nn.Cell]:
-    """Returns the train step if it records norms of gradients, or else None."""
+    """Returns the train step if it records gradient norms, otherwise None."""
     step = train_step_of(params.train_network)
     return step if step is not None and step.records_norms and not step.is_mindformers_step else None
 
 
 def record_gradient_norms(config: MindFormerConfig) -> None:
-    """Makes the train step record the norms of gradients that AdapterHealth reports; the YAML is changed in place."""
+    """Makes the train step record the gradient norms that AdapterHealth reports; changes the YAML in place."""
     run = YamlRun(config)
     if run.callbacks_of("AdapterHealth") and run.steps_by_mindlora:
         config.runner_wrapper.setdefault("record_gradient_norms", True)
@@ -136,13 +136,13 @@ def record_gradient_norms(config: MindFormerConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CellValues:
-    """What the health of one cell's adapter is computed from; the dicts are by part, and arrays are float32.
+    """The values from which one adapter's health is computed; dicts are keyed by part, and arrays are float32.
 
     Attributes:
         zero_part (str): The part that is zero until it trains.
-        factors (tuple or None): What change_factors returned, or None if there is no such product.
+        factors (tuple or None): The result of change_factors, or None if there is no such product.
         weight_norm (float or None): |W|.
-        before (dict): Values before the last step, of the parts that train.
+        before (dict): Values of the trainable parts before the last step.
         gradient_norms (dict): Norms of the gradients in the last step.
     """
 
@@ -162,10 +162,10 @@ def cell_values(
     before: Mapping[str, np.ndarray],
     gradient_norms: Mapping[str, float],
 ) -> CellValues:
-    """Returns what is measured on a cell.
+    """Returns the values measured on a cell.
 
-    ``before`` has the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name;
-    both are empty if they are not known.
+    ``before`` holds the values of its parts before the last step, and ``gradient_norms`` the norms by parameter name;
+    both are empty if unknown.
     """
     parts = float_parts(cell)
     factors = None
@@ -181,7 +181,7 @@ def cell_values(
     return CellValues(
         rank=rank,
         parts=parts,
-        # Merging sets B to zero, but the training of an embedding, and of MiCA, starts with an A of zeros.
+        # Merging sets B to zero, but training an embedding or MiCA starts with A at zero.
         zero_part="A" if cell.layout is EMBEDDING or freezes_b(cell.lora_init) else cell.variant.zero_part,
         factors=factors,
         scale=cell.scale,
@@ -192,7 +192,7 @@ def cell_values(
 
 
 def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
-    """Returns the parts, or those that train, as float32 arrays, which may share memory with the parameters."""
+    """Returns all or only the trainable parts as float32 arrays, which may share memory with the parameters."""
     return {
         name: to_float32(to_array(parameter))
         for name, parameter in cell.parts().items()
@@ -201,7 +201,7 @@ def float_parts(cell: LoRACell, trained: bool = False) -> Dict[str, np.ndarray]:
 
 
 def weight_norm(cell: LoRACell) -> Optional[float]:
-    """Returns |W| of the base, estimated from at most 256 rows: the first ones of a quantized W, or evenly spread."""
+    """Returns the base's |W|, estimated from at most 256 rows: the first ones of a quantized W, else evenly spread."""
     if cell.quantization:
         rows = first_rows(cell, _SAMPLED_ROWS)
         count = matrix_shape(cell)[0]
@@ -211,7 +211,7 @@ def weight_norm(cell: LoRACell) -> Optional[float]:
         chosen = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(int)
         rows = to_float32(weight[chosen])
         if cell.initial_pair:
-            # The base is W before this product was subtracted from it.
+            # W is the base before this product was subtracted from it.
             a, b = _initial_pair(cell)
             rows = rows + np.float32(cell.scale) * b[chosen] @ a
     norm = float(np.linalg.norm(rows)) * math.sqrt(count / len(rows))
@@ -224,7 +224,7 @@ def _initial_pair(cell):
 
 
 def measure(step: int, cells: Dict[str, CellValues]) -> HealthReport:
-    """Returns the health of all cells, by path, after a step, without findings."""
+    """Returns the health of all cells after a step, by path and without findings."""
     values = _all_singular_values({path: cell.factors for path, cell in cells.items() if cell.factors is not None})
     return HealthReport(step, {path: _cell_health(cell, values.get(path)) for path, cell in cells.items()})
 
@@ -234,8 +234,8 @@ def change_factors(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Returns two matrices, [out, r] and [r, in], whose product is B A, or B A - B0 A0 if ``initial`` is (A0, B0).
 
-    The second is formed as [B - B0, B] [A0; A - A0], of rank 2 r, where nothing cancels however little A and B moved.
-    A is float32 [r, in] and B [out, r]; of a convolution they are [r, in, kh, kw] and [out, r, 1, 1].
+    The difference is formed as [B - B0, B] [A0; A - A0], of rank 2 r, in which nothing cancels however little A and B
+    moved. A is float32 [r, in] and B [out, r]; for a convolution, they are [r, in, kh, kw] and [out, r, 1, 1].
     """
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
     if initial is None:
@@ -257,13 +257,14 @@ def effective_rank(singular_values: np.ndarray) -> Optional[float]:
 
 
 def singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Returns the singular values, the largest first, of products from the Gram matrices of their factors alone.
+    """Returns the singular values of products, the largest first, from only the Gram matrices of their factors.
 
-    ``left`` and ``right`` are G = L^T L and H = R R^T of each product L R, float64 [cells, r, r]. They have roots with
-    G = P^T P and H = Q^T Q, and L R has the singular values of P Q^T: float64 [cells, r]. Values below about 1e-7 of
-    the largest are lost; the rounding of float32 factors has changed them already.
+    ``left`` and ``right`` are G = L^T L and H = R R^T of each product L R, float64 [cells, r, r]. With roots P and Q
+    such that G = P^T P and H = Q^T Q, L R has the singular values of P Q^T: float64 [cells, r]. Values below about 1e-7
+    of the largest are lost; the rounding of float32 factors has changed them already.
     """
-    # Rows of R of very different sizes (A0 and A - A0) would cost digits: each gets the norm 1, and L the rest.
+    # Rows of R of very different sizes (A0 and A - A0) would cost digits: each row is scaled to norm 1, and L
+    # inversely.
     norms = np.sqrt(np.einsum("cii->ci", right))
     norms = np.where(norms > 0, norms, 1.0)
     pairs = norms[:, :, None] * norms[:, None, :]
@@ -271,7 +272,7 @@ def singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _root(gram):
-    """Returns P with P^T P = ``gram``, for each matrix of a stack."""
+    """Returns P with P^T P = ``gram`` for each matrix of a stack."""
     values, vectors = np.linalg.eigh(gram)
     return np.sqrt(np.maximum(values, 0.0))[:, :, None] * vectors.swapaxes(1, 2)
 

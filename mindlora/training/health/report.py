@@ -1,9 +1,10 @@
-"""What AdapterHealth reports, parts, cells and findings, its text in the log, and the rules that find what is wrong.
+"""Reports of AdapterHealth: parts, cells and findings, their text in the log, and the rules that find problems.
 
-Adam divides a gradient by the root of its mean square plus 1e-8, so a step depends on the size of gradients only where
-they come near 1e-8. What can be judged without knowing the model is therefore the update of a step over the weight:
-about 1e-3 in a healthy network (Karpathy et al., CS231n, Neural Networks Part 3). LoRA's A begins with values of size
-1 / sqrt(3 in), so that Adam at a usual rate of 1e-4 changes it by 0.5 % to 1 % a step for 1024 to 4096 inputs.
+Adam divides a gradient by the root of its mean square plus 1e-8, so a step depends on the size of gradients only if
+they are near 1e-8. The measure that can be judged without knowing the model is therefore the ratio of a step's update
+to the weight: about 1e-3 in a healthy network (Karpathy et al., CS231n, Neural Networks Part 3). LoRA's A begins with
+values of size 1 / sqrt(3 in), so that Adam at a usual rate of 1e-4 changes it by 0.5 % to 1 % per step for 1024 to 4096
+inputs.
 """
 
 import dataclasses
@@ -15,19 +16,19 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 from mindlora.core.text import columns, examples, number
 
 _TABLE_ROWS = 16
-# A part that is zero until it trains should not be after the first steps, even if the rate warms up from 0.
+# A part that starts at zero should not be zero after the first steps, even if the rate warms up from 0.
 _STEPS_OF_ZERO = 5
 # The spectrum of B A says little before B has grown in many directions.
 _STEPS_BEFORE_RANK = 50
-# Adam's epsilon, to compare with the root mean square of a gradient's elements (Kingma and Ba, 2015).
+# Adam's epsilon, compared with the root mean square of a gradient's elements (Kingma and Ba, 2015).
 _ADAM_EPSILON = 1e-8
-# A gradient explodes if it is ten times the usual one of its cell, and above the usual limit of clipping.
+# A gradient explodes if it is ten times its cell's usual gradient and above the usual clipping limit.
 _EXPLOSION = 10.0
 _CLIPPING = 1.0
 _HISTORY = 10
 _LEAST_HISTORY = 3
-# A tenth of the rule of thumb of 1e-3, as a noisy gradient lets Adam take steps of 0.2 of its rate; and at 0.2, five
-# steps replace A.
+# The lower limit is a tenth of the rule of thumb, 1e-3, because noisy gradients shrink Adam's steps to 0.2 of the rate;
+# at the upper limit, 0.2, five steps replace A.
 _SLOW_UPDATE = 1e-4
 _FAST_UPDATE = 0.2
 # A cell is saturated if its update is a hundredth of the typical one.
@@ -47,12 +48,12 @@ class PartHealth:
     """One tensor of a cell's adapter: A, B, a magnitude of DoRA or a vector of VeRA.
 
     Attributes:
-        size (int): Number of elements.
+        size (int): Number of the part's elements.
         norm (float): Frobenius norm.
         zeros (float): Share of elements that are exactly zero.
         gradient_norm (float or None): Norm of its gradient in the last step, before clipping; None if it is not known.
-        update (float or None): |P_t - P_(t-1)| / |P_(t-1)| of the last step; None if it does not train, was zero or was
-            not seen before the step, or if the step was skipped.
+        update (float or None): |P_t - P_(t-1)| / |P_(t-1)| of the last step; None if the part is frozen, was zero or
+            unseen before the step, or if the step was skipped.
     """
 
     size: int
@@ -66,18 +67,18 @@ class PartHealth:
 class CellHealth:
     """The adapter of one cell.
 
-    D is what the adapter has changed in the weight: scale B A, or scale (B A - B0 A0) where the initial pair was
-    subtracted from the base (PiSSA, OLoRA). The last four are None for VeRA and for convolutions with groups, and the
-    effective rank also where D is zero.
+    D is the adapter's change of the weight: scale B A, or scale (B A - B0 A0) if the initial pair was subtracted from
+    the base (PiSSA, OLoRA). The last four attributes are None for VeRA and for grouped convolutions, and the effective
+    rank also if D is zero.
 
     Attributes:
-        rank (int): Rank r; 2 r where an initial pair was subtracted, as D can have that rank then.
+        rank (int): Rank r; 2 r if an initial pair was subtracted, since D can then have that rank.
         zero_part (str): The part that is zero until it trains: usually "B".
         parts (dict): Name of the part -> PartHealth.
         effective_rank (float or None): exp(entropy of the singular values of D over their sum), from 1 to ``rank``.
         change_norm (float or None): |D|.
         change (float or None): |D| / |W|; None also if |W| is not known.
-        singular_values (list of float or None): Those of D, the largest first, to four digits.
+        singular_values (list of float or None): The singular values of D, the largest first, to four digits.
     """
 
     rank: int
@@ -90,19 +91,19 @@ class CellHealth:
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of the gradients of all parts together, or None if none is known."""
+        """The joint gradient norm of all parts, or None if none is known."""
         norms = [part.gradient_norm for part in self.parts.values() if part.gradient_norm is not None]
         return math.hypot(*norms) if norms else None
 
     @property
     def gradient_size(self) -> int:
-        """The number of elements of the parts whose gradients are known."""
+        """The number of elements in parts whose gradients are known."""
         return sum(part.size for part in self.parts.values() if part.gradient_norm is not None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a rule found at one cell, one layer, or (with an empty path) in the whole run.
+    """A rule's finding about one cell, one layer, or (with an empty path) the complete run.
 
     Attributes:
         rule (str): Name of the rule, as in docs/health.md.
@@ -119,12 +120,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class HealthReport:
-    """All adapters after one step.
+    """The health of all adapters after one step.
 
     Attributes:
         step (int): The step.
         cells (dict): Path of the cell -> CellHealth, in the order of the network.
-        findings (list of Finding): Every rule that holds at this step, also those that held before.
+        findings (list of Finding): One for every rule that holds at this step, including rules that held before.
     """
 
     step: int
@@ -137,7 +138,7 @@ class HealthReport:
 
 
 def summary(report: HealthReport) -> str:
-    """Returns a report in one line: medians over the cells, and the number of findings."""
+    """Returns a one-line report: medians over the cells, and the number of findings."""
     cells = report.cells.values()
     figures = {
         "change of the weights": [cell.change for cell in cells],
@@ -165,7 +166,7 @@ def event_message(findings: List[Finding]) -> str:
 
 
 def table(report: HealthReport, findings: List[Finding]) -> str:
-    """Returns the figures of the cells that ``findings`` name, at most 16 of them, as text."""
+    """Returns a table of the cells that ``findings`` name, at most 16 of them, as text."""
     named = dict.fromkeys(finding.path for finding in findings)
     paths = [path for path in named if path in report.cells]
     titles = ("cell", "|A|", "|B|", "gradient", "update A", "update B", "rank", "change")
@@ -195,12 +196,12 @@ def _json_value(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A report and what the rules need to know from before it.
+    """A report, and earlier values that the rules need.
 
     Attributes:
         gradients (dict): Path -> gradient norms of the cell at the last measurements, oldest first.
         rate_settled (bool): Whether the learning rate has stopped rising and is at least half of its highest value, so
-            that small updates are not those of a warm-up or of a schedule that ends.
+            that small updates cannot come from a warm-up or the end of a schedule.
     """
 
     report: HealthReport
@@ -209,7 +210,7 @@ class Situation:
 
 
 class HealthRules:
-    """Judges the reports of a run one after the other, and tells what is new."""
+    """The rules that judge a run's reports one after another, and find what is new."""
 
     def __init__(self) -> None:
         self.gradients: Dict[str, List[float]] = {}
@@ -217,9 +218,9 @@ class HealthRules:
         self.holding: Set[Tuple[str, str]] = set()
 
     def judge(self, report: HealthReport, learning_rate: Optional[float] = None) -> Tuple[HealthReport, List[Finding]]:
-        """Returns the report with all findings, and those of them that did not hold at the report before.
+        """Returns the report with all findings, and the findings that are new since the last report.
 
-        ``learning_rate`` is that of the report's step, None if it is not known.
+        ``learning_rate`` is the rate at the report's step, None if unknown.
         """
         situation = Situation(report, self.gradients, self._settled(report.step, learning_rate))
         findings = [Finding(rule.__name__, *fault) for rule in RULES for fault in rule(situation)]
@@ -232,7 +233,7 @@ class HealthRules:
         return dataclasses.replace(report, findings=findings), new
 
     def state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs to judge as if it had never stopped, as JSON values."""
+        """Returns the state that a resumed run needs to judge as if it had never stopped, as JSON values."""
         return {"gradients": self.gradients, "rates": self.rates, "holding": sorted(map(list, self.holding))}
 
     def restore(self, state: Dict[str, Any]) -> None:
@@ -269,11 +270,11 @@ def not_finite(situation: Situation) -> Iterator[_Fault]:
 
 
 def still_zero(situation: Situation) -> Iterator[_Fault]:
-    """A part, usually the one that starts at zero, is zero, so that the adapter adds nothing."""
+    """A part, usually the one that starts at zero, is still zero, so that the adapter adds nothing."""
     step = situation.report.step
     for path, cell in situation.report.cells.items():
         zero = [name for name, part in cell.parts.items() if part.zeros == 1]
-        # AdaLoRA takes all ranks from some cells.
+        # AdaLoRA removes all ranks from some cells.
         if step >= _STEPS_OF_ZERO and zero and cell.rank:
             yield (
                 path,
@@ -284,7 +285,7 @@ def still_zero(situation: Situation) -> Iterator[_Fault]:
 
 
 def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
-    """The elements of a cell's gradient are smaller than what Adam adds to its denominator."""
+    """The elements of a cell's gradient are smaller than the epsilon in Adam's denominator."""
     for path, cell in situation.report.cells.items():
         norm = cell.gradient_norm
         if norm is not None and norm / math.sqrt(cell.gradient_size) < _ADAM_EPSILON:
@@ -297,7 +298,7 @@ def vanishing_gradient(situation: Situation) -> Iterator[_Fault]:
 
 
 def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
-    """A cell's gradient is many times what it usually is, and above the usual limit of clipping."""
+    """A cell's gradient is many times its usual size, and above the usual clipping limit."""
     for path, cell in situation.report.cells.items():
         earlier = situation.gradients.get(path, [])
         norm = cell.gradient_norm
@@ -314,7 +315,7 @@ def exploding_gradient(situation: Situation) -> Iterator[_Fault]:
 
 
 def saturated(situation: Situation) -> Iterator[_Fault]:
-    """Steps hardly change a cell although it gets a gradient and others move."""
+    """Steps hardly change a cell, although it gets a gradient and other cells move."""
     updates = {path: _largest_update(cell) for path, cell in situation.report.cells.items()}
     sizes = [update for update in updates.values() if update is not None]
     if not sizes or not situation.rate_settled:
@@ -336,7 +337,7 @@ def saturated(situation: Situation) -> Iterator[_Fault]:
 
 
 def rate_too_low(situation: Situation) -> Iterator[_Fault]:
-    """A step changes A too little: the learning rate is that of full fine-tuning, or lower."""
+    """A step changes A too little: the learning rate is one for full fine-tuning, or lower."""
     update = _typical_update_of_a(situation)
     if update is not None and update < _SLOW_UPDATE:
         yield (
@@ -360,7 +361,7 @@ def rate_too_high(situation: Situation) -> Iterator[_Fault]:
 
 
 def rank_unused(situation: Situation) -> Iterator[_Fault]:
-    """The change of a weight has far fewer directions than the adapter could give it."""
+    """The change of a weight has far fewer directions than the adapter allows."""
     for path, rank, used in _used_ranks(situation):
         if rank >= _LEAST_UNUSED_RANK and used < _UNUSED_RANK * rank:
             yield (
@@ -372,7 +373,7 @@ def rank_unused(situation: Situation) -> Iterator[_Fault]:
 
 
 def rank_exhausted(situation: Situation) -> Iterator[_Fault]:
-    """The change of a weight uses every direction that the adapter can give it."""
+    """The change of a weight uses every direction that the adapter allows."""
     for path, rank, used in _used_ranks(situation):
         if rank > 1 and used > _EXHAUSTED_RANK * rank:
             yield (
@@ -383,7 +384,7 @@ def rank_exhausted(situation: Situation) -> Iterator[_Fault]:
 
 
 def one_layer(situation: Situation) -> Iterator[_Fault]:
-    """Nearly all of what the adapters change is in one of several layers."""
+    """Nearly all of the adapters' change is in one of several layers."""
     squares: Dict[str, float] = {}
     for path, cell in situation.report.cells.items():
         in_layer = _LAYER.match(path)
@@ -418,15 +419,15 @@ RULES: Tuple[Callable[[Situation], Iterator[_Fault]], ...] = (
 
 
 def _largest_update(cell: CellHealth) -> Optional[float]:
-    """Returns the largest update of the parts of a cell, or None if none is known."""
+    """Returns the largest update of a cell's parts, or None if none is known."""
     return max((part.update for part in cell.parts.values() if part.update is not None), default=None)
 
 
 def _typical_update_of_a(situation: Situation) -> Optional[float]:
-    """Returns the median update of the A of cells whose B starts at zero; None if none is known or the rate moves.
+    """Returns the median update of A over cells whose B starts at zero; None if unknown or if the rate is not settled.
 
-    Only there is the size of the initial values known: an embedding's B starts with values of size 1, and B of other
-    cells with 0.
+    Only for such cells is the size of the initial values known: an embedding's B starts with values of size 1, other
+    cells' B with 0.
     """
     if not situation.rate_settled:
         return None
@@ -436,7 +437,7 @@ def _typical_update_of_a(situation: Situation) -> Optional[float]:
 
 
 def _used_ranks(situation: Situation) -> Iterator[Tuple[str, int, float]]:
-    """Yields (path, rank, effective rank) of the cells, once there have been enough steps."""
+    """Yields (path, rank, effective rank) of each cell, once enough steps have passed."""
     if situation.report.step >= _STEPS_BEFORE_RANK:
         for path, cell in situation.report.cells.items():
             if cell.effective_rank is not None:

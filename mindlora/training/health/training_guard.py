@@ -1,4 +1,4 @@
-"""TrainingGuard: skips bad steps, goes back to the last good state, and ends a run that cannot be saved."""
+"""TrainingGuard: skips bad steps, goes back to the last good state, and ends a run that keeps diverging."""
 
 import collections
 import math
@@ -22,17 +22,17 @@ from mindlora.training.callbacks.common import (
 from mindlora.training.resume.collectives import wait_for_all_ranks
 
 _NAME = "TrainingGuard"
-# The smoothed loss is the median of this many losses, or of all while there are fewer.
+# The smoothed loss is the median of this many losses, or of all if there are fewer.
 SMOOTHED = 16
-# Values that a limit needs.
+# The smallest number of values for a limit.
 ENOUGH = 8
-# The spreads of log(loss) and log(norm) are taken to be at least this, so that a steady run is not stopped by small
-# changes. With LoRA the norm grows while B does.
+# Lower bounds of the spreads of log(loss) and log(norm), so that small changes do not stop a steady run. With LoRA, the
+# norm grows along with B.
 LEAST_SPREAD = 0.1
 LEAST_NORM_SPREAD = 0.3
-# A loss that lies less than this above what is usual, in nats per token, is never a fault.
+# A loss less than this above the usual loss, in nats per token, is never a fault.
 MARGIN = 1.0
-# The smoothed loss may rise by NOISES times the noise of one step, which is taken as FIRST_NOISE at first.
+# The smoothed loss may rise by NOISES times the noise of one step, which is initially taken to be FIRST_NOISE.
 NOISES = 4.0
 FIRST_NOISE = 0.25
 # A normal distribution's standard deviation, divided by its median absolute deviation.
@@ -42,25 +42,25 @@ _TINY = 1e-12
 
 @register
 class TrainingGuard(Callback):
-    """Watches loss and gradient norm; skips bad steps, goes back, lowers the rate, and ends a run in the last resort.
+    """Watches loss and gradient norm; skips bad steps, goes back, lowers the rate, and, as a last resort, ends a run.
 
     1. A step whose loss or gradient norm is NaN, infinite or a spike is skipped: it changes neither the adapter nor the
-       optimizer. RunGuard has the equations of what a spike is.
+       optimizer. RunGuard defines a spike by equations.
     2. After ``max_skipped`` such steps in a row, or when the loss has climbed far above its best without a spike, the
-       adapter and the optimizer become again what they were when the run was last healthy (a copy on the host), and the
-       learning rate is multiplied by ``rate_cut``. The data goes on, so a bad batch does not come again.
-    3. If that has happened ``max_rollbacks`` times and is needed again, the run goes back once more, LoraCheckpoint
-       saves this last good state, and the run ends with DivergenceError.
+       adapter and the optimizer are restored to the last healthy state (a copy on the host), and the learning rate is
+       multiplied by ``rate_cut``. The data continues, so a bad batch does not come again.
+    3. If a further return is needed after ``max_rollbacks`` returns, the run goes back once more, LoraCheckpoint saves
+       this last good state, and the run ends with DivergenceError.
 
     All ranks see the same loss and norm, and decide alike. With a dynamic loss scale, an overflow while the scale is
-    above 1 lowers the scale and is not a fault; nor is a step in which no token counts. After a resume, the state that
-    was resumed is the last good one.
+    above 1 lowers the scale and is not a fault; nor is a step in which no token counts. After a resume, the resumed
+    state is the last good state.
 
     Args:
         max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
-        max_rollbacks (int): How many times the run may go back. Default: 5.
-        rate_cut (float): Factor of the learning rate each time; above 0 and at most 1. Default: 0.3.
-        snapshot_steps (int): Steps between copies of the state; at least 16 are taken. Default: 50.
+        max_rollbacks (int): Maximum number of times that the run may go back. Default: 5.
+        rate_cut (float): Factor of the learning rate at each return; above 0 and at most 1. Default: 0.3.
+        snapshot_steps (int): Steps between copies of the state; values below 16 count as 16. Default: 50.
         **settings: spike, climb and window of RunGuard.
 
     Raises:
@@ -88,7 +88,7 @@ class TrainingGuard(Callback):
         self.failure = None
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Copies the state at which the run begins, and sets the limits and the rate that a resumed run had."""
+        """Copies the initial state, and sets the limits and the rate that a resumed run had."""
         # Not when training begins: a resumed run may not have its state by then.
         params = run_context.original_args()
         step = controlled_step(params, _NAME)
@@ -98,7 +98,7 @@ class TrainingGuard(Callback):
             step.set_rate_factor(_NAME, self.factor)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Judges the step, goes back if it must, and sets the limits of the next step."""
+        """Judges the step, goes back if necessary, and sets the limits of the next step."""
         params = run_context.original_args()
         step = controlled_step(params, _NAME)
         record = step_record(params)
@@ -111,7 +111,7 @@ class TrainingGuard(Callback):
                 f"gradient norm {record.gradient_norm:.4g} (limit {highest:.4g})."
             )
             report_event(params, "skipped_step", message)
-        # The loss of a policy says nothing of how well it does: the guard then knows gradient norms alone.
+        # A policy's loss does not measure its quality, so the guard then watches only gradient norms.
         loss = record.loss if record.loss_falls else math.nan
         reason = self.guard.step(loss, record.gradient_norm, record.skipped)
         if reason is not None:
@@ -121,14 +121,14 @@ class TrainingGuard(Callback):
         step.set_limits(*self.guard.limits)
 
     def __exit__(self, *error: Any) -> None:
-        """Raises DivergenceError if the guard has ended the run; by now the other callbacks have saved everything."""
+        """Raises DivergenceError if the guard has ended the run; by now, the other callbacks have saved everything."""
         if self.failure is not None and error[0] is None:
-            # Else msrun would kill the others while they save.
+            # Otherwise, msrun would kill the other workers while they save.
             wait_for_all_ranks()
             raise DivergenceError(self.failure)
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {"guard": self.guard.state(), "rollbacks": self.rollbacks, "factor": self.factor}
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ class TrainingGuard(Callback):
         self.factor = state["factor"]
 
     def _go_back(self, run_context, step, reason):
-        """Puts the last good state back, and cuts the rate or ends the run."""
+        """Restores the last good state, and cuts the rate or ends the run."""
         params = run_context.original_args()
         origin, arrays = self.snapshots.go_back(params.cur_step_num)
         put_back(step, arrays)
@@ -147,7 +147,7 @@ class TrainingGuard(Callback):
         if self.rollbacks > self.max_rollbacks:
             self.failure = (
                 f"{_NAME} ended the run at step {params.cur_step_num}: {reason}, after {self.max_rollbacks} returns "
-                f"to an earlier state. The adapter is that of step {origin}. Look at the data and at learning_rate."
+                f"to an earlier state. The adapter is that of step {origin}. Check the data and learning_rate."
             )
             report_event(params, "divergence", self.failure)
             run_context.request_stop()
@@ -163,33 +163,33 @@ class TrainingGuard(Callback):
 
 
 def _is_left_to_loss_scale(step, outputs, loss):
-    """Returns whether a dynamic loss scale deals with the step: its gradients overflowed, though its loss did not."""
+    """Returns whether a dynamic loss scale handles the step: its gradients overflowed, but its loss did not."""
     is_dynamic = step.loss_scaling_manager is not None
     return is_dynamic and math.isfinite(loss) and bool(outputs[1].asnumpy()) and float(outputs[2].asnumpy()) > 1
 
 
 class RunGuard(Rule):
-    """Watches loss and gradient norm; sees spikes, steps skipped in a row, and a loss that climbs steadily.
+    """A rule that watches for spikes of loss and gradient norm, skipped steps in a row, and a climbing loss.
 
-    All is computed with logarithms, so that it is the same at every scale. From the last ``window`` values x of the
-    loss or of the gradient norm, NaN and infinity left out:
+    Logarithms make the limits independent of scale. From the last ``window`` values x of the loss or of the gradient
+    norm, NaN and infinity left out:
 
         loss limit = max(exp(median(log x) + spike max(1.4826 MAD(log x), 0.1)), median(x) + 1)
         norm limit = exp(median(log x) + spike max(1.4826 MAD(log x), 0.3))
 
-    A step above a limit should be skipped. A loss that climbs steadily takes its limit along. So the smoothed loss
-    s = median(last 16 losses) is compared with b, the smallest s so far:
+    A step above a limit should be skipped. A steadily climbing loss raises its own limit, so the smoothed loss
+    s = median(last 16 losses) is also compared with b, the smallest s so far:
 
         ceiling = max(climb b, b exp(4 noise), b + 1),  noise = 1.4826 / sqrt(2) median(|log x_i - log x_(i-1)|)
 
-    For the first 16 losses, s is the median of all so far, and noise at least 0.25; then b starts again with s, as one
-    of the first may have been small by chance.
+    For the first 16 losses, s is the median of all losses so far, and noise is at least 0.25; then b restarts at s,
+    since an early loss may have been small by chance.
 
     Args:
-        spike (float): How many deviations above the median are a spike; at least 3. Default: 6.0.
-        climb (float): How many times its best the smoothed loss may be; above 1. Default: 1.5.
+        spike (float): Number of deviations above the median that make a spike; at least 3. Default: 6.0.
+        climb (float): Largest ratio of the smoothed loss to its best value; above 1. Default: 1.5.
         max_skipped (int): The run goes back after this number of skipped steps in a row; at least 2. Default: 4.
-        window (int): Steps that limits are made from; above 16. Default: 32.
+        window (int): Number of steps from which the limits are computed; above 16. Default: 32.
 
     Raises ConfigError if an argument is out of range.
     """
@@ -210,7 +210,7 @@ class RunGuard(Rule):
         self.skipped = 0
 
     def step(self, loss: float, norm: float, skipped: bool) -> Optional[str]:
-        """Looks at a step; returns why the run should go back to an earlier state, or None if it should not.
+        """Judges a step; returns why the run should go back to an earlier state, or None if it should not.
 
         ``norm`` is the gradient norm before clipping.
         """
@@ -233,23 +233,21 @@ class RunGuard(Rule):
 
     @property
     def limits(self) -> Tuple[float, float]:
-        """The loss and the gradient norm above which the next step should be skipped; infinity while too little is
-        known."""
+        """The loss and gradient norm above which the next step should be skipped; infinity for too few values."""
         loss = _limit(self.losses, self.spike, LEAST_SPREAD)
         norm = _limit(self.norms, self.spike, LEAST_NORM_SPREAD)
         return max(loss, float(np.median(self.losses or [0.0])) + MARGIN), norm
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the last step was done and the smoothed loss, if losses are known, is nearer to its best than to the
-        ceiling."""
+        """Whether the last step was done and the smoothed loss, if known, is nearer to its best than to the ceiling."""
         is_judged = max(len(self.losses), len(self.norms)) >= ENOUGH and not self.skipped
         if not self.losses:
             return is_judged
         return is_judged and self._smoothed() <= math.sqrt(self.best * self._ceiling())
 
     def forget(self) -> None:
-        """Starts over, after a return to an earlier state or a change of the data."""
+        """Forgets all values, after a return to an earlier state or a change of the data."""
         self.losses.clear()
         self.norms.clear()
         self.best = math.inf
@@ -274,7 +272,7 @@ class RunGuard(Rule):
 
 
 def _limit(values, spike, least):
-    """Returns ``spike`` spreads above the median of positive values, infinity while there are too few."""
+    """Returns the limit ``spike`` spreads above the median of positive values; infinity if there are too few."""
     if len(values) < ENOUGH:
         return math.inf
     logarithms = _logarithms(values)
@@ -288,10 +286,10 @@ def _logarithms(values):
 
 
 class Snapshots:
-    """The last good state of a run, on the host: copies of arrays, two at most.
+    """The last good state of a run, on the host: at most two copies of its arrays.
 
-    A state is known to be good only some steps later, so the one before it is kept until then: by default 16 steps, for
-    the smoothed loss of RunGuard. Raises ConfigError if ``every``, the steps between copies, is less than 1.
+    A state is known to be good only some steps later (by default 16, for RunGuard's smoothed loss), so the previous
+    state is kept until then. Raises ConfigError if ``every``, the steps between copies, is less than 1.
     """
 
     def __init__(self, every: int, proven_after: int = SMOOTHED):
@@ -314,7 +312,7 @@ class Snapshots:
         self._kept = [*self._kept[-1:], (step, arrays)]
 
     def go_back(self, step: int) -> Tuple[int, Dict[str, np.ndarray]]:
-        """Returns the step and the arrays of the last good state, seen from ``step``; it is the only one kept now."""
+        """Returns the step and arrays of the last state known to be good at ``step``, and drops any other."""
         proven = [kept for kept in self._kept if step - kept[0] >= self.proven_after]
         self._kept = [(proven or self._kept)[-1 if proven else 0]]
         return self._kept[0]

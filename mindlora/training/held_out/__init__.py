@@ -1,1 +1,1 @@
-"""The loss on data that is held out, in every kind of run."""
+"""The loss on held-out data, in every kind of run."""

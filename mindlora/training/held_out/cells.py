@@ -1,4 +1,4 @@
-"""The held-out loss of a MindFormers model, as a cell; of a classifier with the labels that it gives."""
+"""Cells that compute the held-out loss of a MindFormers model, and the confusion matrix of a classifier."""
 
 from typing import Tuple
 
@@ -22,7 +22,7 @@ class HeldOutLossCell(EvaluatedInPieces):
           both.
 
     Outputs:
-        Tuple of two float32 scalars: the sum and the count; with ``by_row`` of two tensors float32 [batch].
+        Tuple of two float32 scalars: the sum and the count; with ``by_row``, of two tensors float32 [batch].
     """
 
     def __init__(self, network: nn.Cell, ignore_token_id: int, by_row: bool = False):
@@ -43,7 +43,7 @@ class HeldOutLossCell(EvaluatedInPieces):
         return self.loss(log_probabilities, labels, mask)
 
     def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns tokens and labels as the network takes them in evaluation, [batch, N] each."""
+        """Returns tokens and labels in the form that the network takes in evaluation, [batch, N] each."""
         if self.rows is not None:
             return self.rows(input_ids, labels)
         if self.is_sliced:
@@ -52,19 +52,19 @@ class HeldOutLossCell(EvaluatedInPieces):
         return input_ids[:, :-1], labels[:, 1:]
 
     def of_batch(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-        """Returns log-probabilities [batch, N, vocabulary], labels [batch, N], and a mask [batch, N] of what counts."""
+        """Returns log-probabilities [batch, N, vocabulary], labels [batch, N], and the mask of labels that count."""
         input_ids, labels = self.shifted(input_ids, labels)
         logits, _, mask = self.network(input_ids, labels)
         safe_labels = ops.select(labels == self.ignore_token_id, ops.zeros_like(labels), labels)
         return ops.log_softmax(logits.astype(mstype.float32), -1), safe_labels, mask
 
     def loss(self, log_probabilities: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
-        """Returns the sum and the count."""
+        """Returns the sum of the losses and the count of labels."""
         return self.sums(-ops.gather_elements(log_probabilities, -1, labels.expand_dims(-1)).squeeze(-1), mask)
 
     def sums(self, losses: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
         """Returns the sum and the count of losses [batch, N]."""
-        # Selected, not multiplied: what does not count may be infinite.
+        # Selected, not multiplied: losses that do not count may be infinite.
         losses = ops.select(mask > 0, losses, ops.zeros_like(losses))
         if self.by_row:
             return losses.sum(-1), mask.sum(-1)
@@ -72,14 +72,14 @@ class HeldOutLossCell(EvaluatedInPieces):
 
 
 class HeldOutLabelsCell(HeldOutLossCell):
-    """What HeldOutLossCell gives of a classifier, and how often it gives which label for which.
+    """The results of HeldOutLossCell for a classifier, and its confusion matrix.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - As in HeldOutLossCell.
 
     Outputs:
-        Tuple of two float32 scalars, the sum and the count, and float32 [labels, labels]: how many of the labels of a
-        row are given that of a column.
+        Tuple of two float32 scalars, the sum and the count, and float32 [labels, labels]: how often the row's label was
+        predicted as the column's label.
     """
 
     def __init__(self, network: nn.Cell, ignore_token_id: int, num_labels: int):

@@ -1,4 +1,4 @@
-"""MindFormers' evaluation of the rows that ``mindlora data`` writes, which have one token more than it takes."""
+"""MindFormers' evaluation of rows that ``mindlora data`` writes, which have one token more than it takes."""
 
 from typing import Any, List, Optional
 
@@ -14,7 +14,7 @@ CUT_ROWS = "RowsForEvaluation"
 
 
 def cut_rows_for_eval(config: MindFormerConfig) -> None:
-    """Lets MindFormers evaluate rows of seq_length + 1 tokens, which its eval does not take: the last token is cut.
+    """Cuts the last token of rows of seq_length + 1 tokens, which MindFormers' evaluation does not take.
 
     The ``type`` of eval_dataset's data_loader in the YAML is changed where needed.
     """
@@ -46,7 +46,7 @@ def rows_for_evaluation(
     num_samples: Optional[int] = None,
     **_: Any,
 ) -> ms.dataset.MindDataset:
-    """Returns a MindDataset with the first ``length`` elements of each row of MindRecords, a folder or files."""
+    """Returns a MindDataset with the first ``length`` elements of each row of MindRecord files or a folder of them."""
     rows = ms.dataset.MindDataset(
         mindrecord_files(dataset_dir or dataset_files or []),
         columns_list=column_names,

@@ -35,19 +35,19 @@ from mindlora.training.step.packing import check_held_out
 class HeldOutLoss(PeriodicCallback):
     """Measures the loss on held-out data while training and reports it as the metric ``held_out_loss``.
 
-    It is the mean cross entropy, or where the run learns from preferences the loss that it learns, on preferences. Then
-    ``held_out_reward_accuracy`` and the other MEASURES are reported too (see docs/preferences.md). Of a classifier,
-    ``held_out_accuracy`` and ``held_out_f1`` are too (see label_measures).
+    The loss is the mean cross entropy, or the preference loss if the run learns from preferences, which also reports
+    ``held_out_reward_accuracy`` and the other MEASURES (see docs/preferences.md). A classifier also reports
+    ``held_out_accuracy`` and ``held_out_f1`` (see label_measures).
 
-    The metric is reported only at the steps at which it is measured. LoraCheckpoint sees it if the YAML lists
+    The metric is reported only at the steps at which it is measured. LoraCheckpoint can use it if the YAML lists
     LoraCheckpoint after this callback.
 
     Args:
         dataset_dir (str): MindRecord with int32 columns input_ids and labels, or with the columns of preferences.
         every_steps (int): Steps between measurements; the last step is measured too. Default: 100.
-        batch_size (int): Rows at a time. Default: 8.
-        data_loader (dict): In the place of dataset_dir, a loader of MindFormers as in train_dataset.data_loader, such
-            as an HFDataLoader of a file that is held out. For the loss of a language model alone. Default: None.
+        batch_size (int): Rows of a batch. Default: 8.
+        data_loader (dict): Instead of dataset_dir, a loader of MindFormers as in train_dataset.data_loader, such as an
+            HFDataLoader of a held-out file. Only for the loss of a language model. Default: None.
 
     Raises:
         ConfigError: An argument is out of range, or the file does not exist.
@@ -76,7 +76,7 @@ class HeldOutLoss(PeriodicCallback):
         self.cell = None
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Checks that the network keeps the examples of packed rows apart, and reads what data_loader names."""
+        """Checks that the network keeps the examples of packed rows apart, and reads the rows of data_loader."""
         network = run_context.original_args().train_network
         if self.dataset_dir is not None:
             check_held_out(network, self.dataset_dir)
@@ -86,11 +86,11 @@ class HeldOutLoss(PeriodicCallback):
                 "HeldOutLoss has a data_loader, which is for the loss of a language model that trains alone: give it a "
                 "MindRecord, as dataset_dir."
             )
-        # MindFormers' loaders ask for the context of the run, which is there now.
+        # MindFormers' loaders need the context of the run, which exists by now.
         self.data = loaded_rows(self.data_loader)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Measures the loss if it is due."""
+        """Measures the loss if a measurement is due."""
         params = run_context.original_args()
         step = params.cur_step_num
         results = reported_metrics(params)
@@ -116,13 +116,13 @@ class HeldOutLoss(PeriodicCallback):
             measures = held_out_labels(self.cell, self.dataset_dir, self.batch_size)
         else:
             measures = {"loss": held_out_loss(self.cell, self.data, self.batch_size)}
-        # What the ranks decide by it must be the same on all of them.
+        # The ranks decide by the metrics, so these must be the same on all ranks.
         return {f"held_out_{name}": mean_over_ranks(value) for name, value in measures.items()}
 
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
-        """Returns what computes the loss of a batch, as HeldOutLossCell does, or a PreferenceLoss.
+        """Returns a cell that computes the loss of a batch, such as a HeldOutLossCell or a PreferenceLoss.
 
-        For one adapter among several it is the train step, which measures all of them at once.
+        For one of several adapters, the cell is the train step, which measures all adapters at once.
         """
         step = train_step_of(train_network)
         if isinstance(step, StepOfAdapter):
@@ -137,9 +137,9 @@ class HeldOutLoss(PeriodicCallback):
 
 
 def held_out_loss(cell: HeldOutLossCell, data: Union[str, Arrays], batch_size: int) -> float:
-    """Returns the mean cross entropy, in nats per label, over data as labeled_batches takes it; NaN if no label counts.
+    """Returns the mean cross entropy, in nats per label, over data for labeled_batches; NaN if no label counts.
 
-    Its rows are as HeldOutLossCell takes them.
+    The rows must be in the form that HeldOutLossCell takes.
     """
     was_training = cell.network.training
     cell.set_train(False)
@@ -175,7 +175,8 @@ def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int
     total, sums = 0.0, np.zeros(len(SUMS))
     was_training = cell.network.training
     cell.set_train(False)
-    # Answers and marks of a row without an example; its tokens and labels, and the reference's, are any row's.
+    # Answers and marks of a filler row without an example; its tokens, labels and reference values are copied from any
+    # row.
     absent = (None, None, -1, 0, None)
     for _, inputs in filled_batches(dataset, batch_size, absent[: len(columns)]):
         batch_total, batch_sums = cell(*inputs)
@@ -185,5 +186,5 @@ def held_out_preferences(cell: PreferenceLoss, dataset_dir: str, batch_size: int
 
 
 def _mean(total: float, count: float) -> float:
-    # A loss of nothing must not be the best of a run.
+    # A loss over no examples must not be the best of a run.
     return total / count if count else math.nan

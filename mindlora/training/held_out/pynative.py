@@ -1,4 +1,4 @@
-"""HeldOutLoss under the PyNative Trainer, whose models take rows of their length, and of one token more."""
+"""HeldOutLoss under the PyNative Trainer, whose models take rows of seq_length or seq_length + 1 tokens."""
 
 from typing import Tuple
 
@@ -18,7 +18,7 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
     __doc__ = held_out_loss.HeldOutLoss.__doc__
 
     def make_cell(self, train_network: nn.Cell) -> nn.Cell:
-        """Returns what computes the loss of a batch."""
+        """Returns a cell that computes the loss of a batch."""
         step = train_step_of(train_network)
         if isinstance(step, StepOfAdapter):
             return step
@@ -32,7 +32,7 @@ class HeldOutLoss(held_out_loss.HeldOutLoss):
 
 
 class LossOfRows(HeldOutLossCell):
-    """As HeldOutLossCell, of rows whose labels are shifted or not."""
+    """HeldOutLossCell for rows with shifted or unshifted labels."""
 
     def shifted(self, input_ids: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         rows = shifted({"input_ids": input_ids, "labels": labels}, self.network.config.seq_length)
@@ -40,4 +40,4 @@ class LossOfRows(HeldOutLossCell):
 
 
 class _Labels(LossOfRows, HeldOutLabelsCell):
-    """As HeldOutLabelsCell, of such rows."""
+    """HeldOutLabelsCell for rows with shifted or unshifted labels."""

@@ -1,4 +1,4 @@
-"""Rows that callbacks give to a network themselves, outside the train step, in batches that the devices can divide."""
+"""Batches that the devices can divide, for rows that callbacks feed to a network outside the train step."""
 
 import copy
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -14,7 +14,7 @@ _DIVIDING_MODES = ("semi_auto_parallel", "auto_parallel")
 
 
 def parts_of_batch(network: nn.Cell) -> int:
-    """Returns into how many parts the devices divide the rows of a batch: 1, except in the semi-automatic modes.
+    """Returns the number of parts into which devices divide a batch's rows: 1, except in the semi-automatic modes.
 
     ``network`` is a MindFormers model, whose configuration has the parallel_config of the run.
     """
@@ -25,16 +25,16 @@ def parts_of_batch(network: nn.Cell) -> int:
 
 
 def missing_rows(rows: int, parts: int) -> int:
-    """Returns how many rows a batch lacks until ``parts`` devices can divide it."""
+    """Returns the number of rows to add so that ``parts`` devices can divide the batch."""
     return -rows % parts
 
 
 def loaded_rows(loader: Mapping[str, Any]) -> Arrays:
-    """Returns the rows that a loader of MindFormers makes, of a node like train_dataset.data_loader.
+    """Returns the rows that MindFormers' loader makes from a node like train_dataset.data_loader.
 
-    They are input_ids and labels, of any integers, [rows, N].
+    They are input_ids and labels, of any integer dtype, [rows, N].
     """
-    # MindFormers takes keys out of the node.
+    # MindFormers removes keys from the node.
     rows = build_dataset_loader(MindFormerConfig(**copy.deepcopy(dict(loader)))).project(["input_ids", "labels"])
     columns = zip(*rows.create_tuple_iterator(num_epochs=1, output_numpy=True))
     input_ids, labels = map(np.stack, columns)
@@ -44,14 +44,14 @@ def loaded_rows(loader: Mapping[str, Any]) -> Arrays:
 def labeled_batches(
     data: Union[str, Arrays], batch_size: int, ignored: int, parts: int = 1
 ) -> Iterator[Tuple[int, Tensor, Tensor]]:
-    """Yields rows in batches: how many are the data's, input_ids and labels, int32 [rows, N].
+    """Yields batches: the number of rows from the data, input_ids and labels, int32 [rows, N].
 
     Args:
-        data (str or tuple of array): A MindRecord with integer columns input_ids and labels, or what loaded_rows
-            returned.
+        data (str or tuple of array): A MindRecord with integer columns input_ids and labels, or the result of
+            loaded_rows.
         batch_size (int): Rows of the data in a batch.
-        ignored (int): The label that counts nowhere; rows that fill a batch up have no other.
-        parts (int): What divides the number of rows. Default: 1.
+        ignored (int): The label that never counts; filler rows have no other label.
+        parts (int): A divisor of the number of rows. Default: 1.
     """
     columns = ["input_ids", "labels"]
     if isinstance(data, str):
@@ -65,15 +65,15 @@ def labeled_batches(
 def filled_batches(
     dataset: ms.dataset.Dataset, batch_size: int, absent: Sequence[Optional[int]], parts: int = 1
 ) -> Iterator[Tuple[int, List[Tensor]]]:
-    """Yields batches: how many of the rows are the data's, and the columns, int32 [rows, ...].
+    """Yields batches: the number of rows from the data, and the columns, int32 [rows, ...].
 
-    The last batch is filled up to the size of those before it: MindSpore compiles a graph for each size.
+    The last batch is filled up to the size of the others: MindSpore compiles a graph for each size.
 
     Args:
         dataset (Dataset): Rows of integers.
         batch_size (int): Rows of the data in a batch.
-        absent (sequence of int): For each column, what a row has that fills a batch up; None for what the last row has.
-        parts (int): What divides the number of rows. Default: 1.
+        absent (sequence of int): For each column, the value in filler rows; None to copy the last row.
+        parts (int): A divisor of the number of rows. Default: 1.
     """
     size = 0
     for columns in dataset.batch(batch_size).create_tuple_iterator(num_epochs=1, output_numpy=True):

@@ -1,1 +1,1 @@
-"""mindlora-run: what it does before and around MindFormers' Trainer."""
+"""mindlora-run: everything before and around MindFormers' Trainer."""

@@ -1,4 +1,4 @@
-"""The flags of mindlora-run. Imports no MindFormers, so that --help and a wrong flag are answered at once."""
+"""The flags of mindlora-run. Does not import MindFormers, so that --help and errors in flags appear at once."""
 
 import argparse
 from typing import List, NoReturn, Optional, Sequence, Tuple
@@ -8,7 +8,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.core.overrides import FLAGS
 from mindlora.core.yaml_file import RUN_MODES
 
-# Those of FLAGS that most command lines have, for the beginning of --help.
+# The most common of FLAGS, for the beginning of --help.
 _FIRST = (
     *("train_dataset_dir", "eval_dataset_dir", "load_checkpoint", "output_dir"),
     *("epochs", "batch_size", "gradient_accumulation_steps", "use_parallel", "device_target"),
@@ -16,9 +16,9 @@ _FIRST = (
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> Tuple[argparse.Namespace, List[str]]:
-    """Returns the flags, and all other words: overrides such as ``--a.b.c value``; raises ConfigError for a wrong flag.
+    """Returns the flags, and all other words, which are overrides; raises ConfigError for a wrong flag.
 
-    None stands for this process's arguments.
+    An override is like ``--a.b.c value``. None means this process's arguments.
     """
     args, rest = _parser().parse_known_args(argv)
     for pair in args.options or ():
@@ -28,7 +28,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> Tuple[argparse.Namespace, Lis
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line like any other error: with one line and exit code 1."""
+    """A parser that reports a wrong command line like any other error: in one line, with exit code 1."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See mindlora-run --help.")
@@ -52,10 +52,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=True,
         metavar="STEP_FOLDER",
-        help="go on with a saved run: from the newest step in its folder, or from the one named",
+        help="resume a saved run, from the newest step in its folder or from a given step folder",
     )
     parser.add_argument(
-        "--predict_data", nargs="+", metavar="DATA", help="what to predict from: texts, a file, or a folder of pictures"
+        "--predict_data",
+        nargs="+",
+        metavar="DATA",
+        help="the input of a prediction: texts, a file, or a folder of pictures",
     )
     parser.add_argument(
         "--modal_type", nargs="+", metavar="KIND", help="kind of each value of --predict_data: text, image or video"
@@ -75,14 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--options", nargs="+", metavar="KEY=VALUE", help="overrides in the form key=value")
     rest = parser.add_argument_group(
         "set a key of the YAML",
-        "Each of these flags of run_mindformer.py sets one key: the one of the same name, or the one in parentheses.",
+        "Each of these flags of run_mindformer.py sets one key: the key of the same name, or the key in parentheses.",
     )
     _add_flags(rest, [name for name in FLAGS if name not in _FIRST])
     return parser
 
 
 def _add_flags(parser: argparse._ActionsContainer, names: Sequence[str]) -> None:
-    """Adds flags of FLAGS to a parser or a group of one; their help names the key that they set, if it differs."""
+    """Adds flags of FLAGS to a parser or one of its groups; their help names the key they set, if it differs."""
     for name in names:
         flag = FLAGS[name]
         key = "" if flag.key == name else f" ({flag.key})"

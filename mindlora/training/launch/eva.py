@@ -1,4 +1,4 @@
-"""EVA for a MindFormers YAML: its model, base, pet_config and training data to the adapter with which a run begins."""
+"""EVA for a MindFormers YAML: computes the initial adapter from its model, base, pet_config and training data."""
 
 import itertools
 from typing import Any, Dict, Iterator, List, Mapping, Sequence
@@ -27,7 +27,7 @@ from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 
 
 def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rho: float, tau: float) -> EvaResult:
-    """Returns what eva_adapter finds for a YAML, in the first ``rows`` of its training data, ``batch_size`` at a time.
+    """Returns eva_adapter's result for a YAML, from the first ``rows`` rows of its data, ``batch_size`` at a time.
 
     Raises LoraError if a setting is wrong, or a file cannot be read.
     """
@@ -38,7 +38,7 @@ def eva_of(config: str, overrides: Sequence[str], rows: int, batch_size: int, rh
     if held is not None:
         raise ConfigError(
             f"The base is in {held}, and on a CPU EVA computes its activations in float32: add "
-            f"--{MODEL}.{dtype_key(run)} float32 to this command. The adapter goes with either."
+            f"--{MODEL}.{dtype_key(run)} float32 to this command. The adapter works with either dtype."
         )
     batches = batches_of(run, rows, batch_size)
     yaml.use_parallel = False
@@ -64,7 +64,7 @@ def _lora_config(run: YamlRun) -> LoraConfig:
 
 
 def batches_of(run: YamlRun, rows: int, batch_size: int) -> List[Batch]:
-    """Returns the first ``rows`` of a run's training data as eva_adapter takes them; its tokens are those of a row.
+    """Returns the first ``rows`` rows of a run's training data in the form that eva_adapter takes.
 
     Raises ConfigError if there is no data, or its rows are packed or too short.
     """
@@ -83,7 +83,7 @@ def batches_of(run: YamlRun, rows: int, batch_size: int) -> List[Batch]:
         labels = np.stack([_column(row, "labels", length) for row in chunk])
         ignored = ignore_token_id(model)
         if run.is_mcore and len(chunk[0]["input_ids"]) == length and "labels" in chunk[0]:
-            # Label i of such a row is token i + 1. Whether the first token counts it does not say.
+            # Label i of such a row is token i + 1, so it does not say whether the first token counts.
             labels = np.pad(labels[:, :-1], ((0, 0), (1, 0)), constant_values=ignored)
         counted = (labels != ignored) & (tokens != pad_token_id(model))
         batches.append((tokens.astype(np.int32), counted))
@@ -101,7 +101,7 @@ def _chunks(rows: Iterator[Dict[str, np.ndarray]], size: int) -> Iterator[List[D
 
 
 def _column(row: Mapping[str, Any], name: str, length: int) -> np.ndarray:
-    # Data without labels, and rows that are too long or too short, are the doctor's findings too.
+    # The doctor also reports data without labels and rows that are too long or too short.
     values = row.get(name, row["input_ids"])
     if len(values) < length:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Registers all of mindlora in MindFormers when it is imported; there is nothing to call.
+"""Registers all of mindlora in MindFormers when imported; there is nothing to call.
 
-Importing this module enters the pet type, the classifiers, the train step, the callbacks and LoRA+'s schedule in
-MindFormers' registry, so that a YAML can name them. mindlora-run imports it before the Trainer is built, and
-register_path/bridge.py under MindFormers' own launcher. No other module of mindlora registers the pet type.
+Importing this module adds the pet type, the classifiers, the train step, the callbacks and LoRA+'s schedule to
+MindFormers' registry, so that a YAML can name them. mindlora-run imports it before the Trainer is built; under
+MindFormers' own launcher, register_path/bridge.py does. No other module of mindlora registers the pet type.
 """
 
 from mindlora.training.callbacks import registry  # noqa: F401  importing registers their classes

@@ -1,4 +1,4 @@
-"""Imports MindFormers, which takes seconds, without what makes it longer than it must be."""
+"""Imports MindFormers, which takes seconds, and avoids unnecessary delays."""
 
 import contextlib
 import functools
@@ -11,16 +11,16 @@ from typing import Any, Iterator
 
 from mindlora.core.mindformers_version import require_mindformers
 
-# A quarter of the time of MindFormers' import, for the two names that one metric (BLEU) takes of it.
+# nltk takes a quarter of MindFormers' import time, for two names that one metric (BLEU) uses.
 _PUT_OFF = ("nltk", "nltk.translate", "nltk.translate.bleu_score")
 
 
 def import_mindformers() -> None:
     """Imports MindFormers, and MindSpore with it, before anything else does.
 
-    Python's garbage collector is paused: it would look again and again at a million objects that live as long as the
-    process. It does not look at them afterwards either, so that MindSpore's own collections, one before each graph that
-    it compiles, take no time. nltk is imported when something of it is called.
+    Python's garbage collector is paused, since it would scan a million objects again and again that live as long as the
+    process. It does not scan them afterwards either, so that MindSpore's own collections, one before each graph that it
+    compiles, take no time. nltk is imported when one of its functions is called.
 
     Raises InstallationError if MindFormers cannot be imported.
     """
@@ -38,7 +38,7 @@ def import_mindformers() -> None:
 
 @contextlib.contextmanager
 def _nltk_put_off() -> Iterator[None]:
-    """Has ``from nltk.translate.bleu_score import ...`` give functions that import nltk when they are called."""
+    """Makes ``from nltk.translate.bleu_score import ...`` return functions that import nltk when called."""
     if "nltk" in sys.modules or importlib.util.find_spec("nltk") is None:
         yield
         return
@@ -51,7 +51,7 @@ def _nltk_put_off() -> Iterator[None]:
 
 
 class _PutOff(types.ModuleType):
-    """Stands for a module whose names are all called."""
+    """A stand-in for a module; all its names are functions."""
 
     def __init__(self, name: str):
         super().__init__(name)

@@ -1,4 +1,4 @@
-"""What mindlora-run checks before MindFormers is set up: the machine, msrun, output folders, what predicting needs."""
+"""mindlora-run's checks before MindFormers is set up: the machine, msrun, output folders, needs of prediction."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ _LAUNCHERS = ("MS_ROLE", "RANK_TABLE_FILE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
-    """Raises ConfigError if the run cannot start on this machine, or would answer from random weights unasked."""
+    """Raises ConfigError if the run cannot start on this machine, or would predict with random weights by mistake."""
     fill_base(config)
     _check_device(config)
     _check_output(config)
@@ -29,14 +29,14 @@ def check_launch(config: MindFormerConfig, random_base: bool = False) -> None:
     if not config.load_checkpoint and not random_base:
         raise ConfigError(
             f"run_mode is {config.run_mode} and load_checkpoint is empty, so the base would have random weights. Name "
-            "the base with --load_checkpoint, or say --random_base if this is meant."
+            "the base with --load_checkpoint, or pass --random_base if that is intended."
         )
     if config.run_mode == "predict":
         _check_predict(config)
 
 
 def fill_base(config: MindFormerConfig) -> None:
-    """Sets load_checkpoint to the base that MindFormers' Trainer will take if another key names it."""
+    """Sets load_checkpoint to the base that MindFormers' Trainer will load, if another key names the base."""
     path = YamlRun(config).base[1]
     if path and os.path.exists(path):
         config.load_checkpoint = path
@@ -53,7 +53,7 @@ def _check_device(config):
 
 
 def _check_output(config):
-    """Makes the folders that the run writes to, so that it does not fail at its first save."""
+    """Creates the folders that the run writes to, so that it does not fail at its first save."""
     folders = {"output_dir": config.output_dir or "output"}
     run = YamlRun(config)
     for where, callback in run.callbacks if run.trains else ():
@@ -72,7 +72,7 @@ def _check_output(config):
 
 def _check_predict(config):
     if not config.input_data:
-        raise ConfigError("run_mode is predict, but there is nothing to go on with: give texts with --predict_data.")
+        raise ConfigError("run_mode is predict, but there is no input: give texts with --predict_data.")
     tokenizer = (config.processor or {}).get("tokenizer") or {}
     files = {key: tokenizer[key] for key in ("tokenizer_file", "vocab_file") if key in tokenizer}
     if files and not any(files.values()):

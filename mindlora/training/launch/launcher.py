@@ -1,4 +1,4 @@
-"""mindlora-run: MindFormers' run_mindformer.py, which its wheel does not ship, with mindlora loaded."""
+"""mindlora-run: the equivalent of MindFormers' run_mindformer.py, which its wheel lacks, with mindlora loaded."""
 
 import argparse
 import contextlib
@@ -25,8 +25,9 @@ from mindlora.run.checks.finding import refuse
 from mindlora.training.launch.command_line import parse
 from mindlora.training.launch.imports import import_mindformers
 
-# MindFormers takes seconds to import, and --help does not need it: the functions below import it. They also import what
-# needs NumPy, which starts threads: Ctrl-C is blocked in those alone that start after Interrupts is entered.
+# MindFormers takes seconds to import, and --help does not need it, so the functions below import it. They also import
+# the modules that need NumPy, which starts threads: Ctrl-C is blocked only in threads that start after Interrupts is
+# entered.
 if TYPE_CHECKING:
     from mindformers.tools.register import MindFormerConfig
 
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs one command line; returns the exit code.
 
-    0, or with one line on stderr: 1 if the configuration is wrong or the run has failed, 130 or 143 if SIGINT (Ctrl-C)
-    or SIGTERM has stopped it. However a training run ends before its last step, a line says how to go on with it.
+    The code is 0, or, with one line on stderr, 1 if the configuration is wrong or the run failed, and 130 or 143 if
+    SIGINT (Ctrl-C) or SIGTERM stopped it. Whenever a training run ends before its last step, a line says how to resume
+    it.
     """
     began = time.time()
     config = None
@@ -69,7 +71,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _pynative_run(argv) -> Optional[Tuple[Dict, Callable]]:
-    """Returns the content of a YAML of MindFormers' PyNative Trainer, and what trains it; None for another YAML."""
+    """Returns a PyNative Trainer YAML's content, and the function that trains it; None for any other YAML."""
     from mindlora.training.launch import pynative_run
 
     try:
@@ -83,19 +85,19 @@ def _pynative_run(argv) -> Optional[Tuple[Dict, Callable]]:
 
 
 def _trains(config):
-    # A YAML of the PyNative Trainer may leave it out.
+    # A YAML of the PyNative Trainer may lack the key.
     return config.get("run_mode", "train") in TRAINING_MODES
 
 
 def run(config: "MindFormerConfig") -> None:
-    """Trains, evaluates or predicts as ``config`` says, with mindlora's LoRA, train step and callbacks available."""
+    """Trains, evaluates or predicts according to ``config``, with mindlora's LoRA, train step and callbacks."""
     random_base = config.pop("random_base", False)
     prepare(config, random_base)
     start(config)
 
 
 def prepare(config: "MindFormerConfig", random_base: bool = False) -> None:
-    """Registers mindlora, checks a run's configuration, and fills in what follows from it, in place."""
+    """Registers mindlora, checks a run's configuration, and fills in derived settings, in place."""
     from mindlora.training.launch.launch_checks import check_launch
 
     check_launch(config, random_base)
@@ -112,13 +114,15 @@ def prepare(config: "MindFormerConfig", random_base: bool = False) -> None:
 
 
 def start(config: "MindFormerConfig") -> None:
-    """Trains, evaluates or predicts as a prepared configuration says."""
+    """Trains, evaluates or predicts according to a prepared configuration."""
     from mindformers.core.context import build_context
     from mindformers.trainer import Trainer
 
+    from mindlora.network.graph_cache import VARIABLE, keep_in_home
     from mindlora.training.launch.preflight import take_base_over
 
     build_context(config)
+    keep_in_home(lambda line: print(f"mindlora-run: {line}", file=sys.stderr), f"{VARIABLE}=")
     without_values = take_base_over(config)
     trainer = Trainer(config)
     if config.run_mode in TRAINING_MODES:
@@ -128,7 +132,7 @@ def start(config: "MindFormerConfig") -> None:
         trainer.evaluate(eval_checkpoint=config.load_checkpoint)
     else:
         if config.save_file is None:
-            # Else MindFormers writes it into the working folder.
+            # Otherwise, MindFormers writes it into the working folder.
             os.makedirs(config.output_dir, exist_ok=True)
             config.save_file = os.path.join(config.output_dir, "predict_result.txt")
         trainer.predict(
@@ -168,7 +172,7 @@ def build_config(argv: Optional[Sequence[str]] = None) -> "MindFormerConfig":
 
 
 def _use_register_path(folder):
-    """Lets MindFormers find in a folder what auto_register names; None stands for no folder."""
+    """Makes MindFormers look in a folder for the modules that auto_register names; None means no folder."""
     if folder is None:
         return
     register_path = os.path.abspath(folder)
@@ -180,7 +184,7 @@ def _use_register_path(folder):
 
 
 def _override(config, args, rest):
-    """Sets what the command line says: --options, then the flags, then ``--a.b.c value``."""
+    """Applies the command line's overrides: --options, then the flags, then ``--a.b.c value``."""
     if args.options is not None:
         config.merge_from_dict(_options(args.options))
     set_flags(config, vars(args))
@@ -196,19 +200,19 @@ def _override(config, args, rest):
 
 
 def _fill_nodes(config, keys):
-    """Fills in nodes that the command line sets as a whole, as MindFormers fills in those of a YAML."""
+    """Fills in complete nodes set on the command line, as MindFormers does for a YAML's nodes."""
     from mindformers.tools.register import MindFormerConfig
     from mindformers.tools.register.template import CONFIG_NAME_TO_CLASS
 
     for key in keys:
         if isinstance(config.get(key), dict) and key in CONFIG_NAME_TO_CLASS:
-            # The checks say what the node lacks.
+            # The checks report what the node lacks.
             with contextlib.suppress(KeyError, ValueError):
                 config[key] = MindFormerConfig(**CONFIG_NAME_TO_CLASS[key].apply(config[key]))
 
 
 def _options(pairs: List[str]) -> dict:
-    """Reads key=value pairs with MindFormers' own action, which reads every True as False."""
+    """Parses key=value pairs with MindFormers' own action, which reads every True as False."""
     from mindformers.tools.register import ActionDict
 
     namespace = argparse.Namespace()
@@ -220,19 +224,19 @@ def _options(pairs: List[str]) -> dict:
 
 
 def _resume(config, step_folder):
-    """Sets what --resume says in LoraCheckpoint."""
+    """Applies --resume to LoraCheckpoint."""
     saving = [callback for callback in config.callbacks or [] if callback.get("type") == "LoraCheckpoint"]
     if config.run_mode not in TRAINING_MODES or not saving:
         obstacle = f"run_mode is {config.run_mode}" if saving else "callbacks has no LoraCheckpoint"
         raise ConfigError(
-            f"--resume goes on with a training run that LoraCheckpoint saved, but {obstacle}. Train with "
+            f"--resume continues a training run that LoraCheckpoint saved, but {obstacle}. Train with "
             "LoraCheckpoint, or leave --resume out."
         )
     saving[0]["resume"] = step_folder
 
 
 def _interrupts(clean_up: Callable[[], None]) -> contextlib.AbstractContextManager:
-    """Returns what ends the process with one line at Ctrl-C, but in training, where GracefulStop takes it."""
+    """Returns a context that ends the process with one line on Ctrl-C, except in training, where GracefulStop does."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual and threading.current_thread() is threading.main_thread():
         return Interrupts("mindlora-run", clean_up)
@@ -246,14 +250,14 @@ def _say_how_to_go_on(config, began):
     for folder in _last_steps(config):
         if os.path.getmtime(folder) >= began:
             print(
-                f"mindlora-run: saved in {folder}. To go on from there, repeat the command with --resume.",
+                f"mindlora-run: saved in {folder}. To resume from there, repeat the command with --resume.",
                 file=sys.stderr,
             )
             return
 
 
 def _last_steps(config) -> Iterator[str]:
-    """Yields the last step of each folder that a run saves in."""
+    """Yields the last step in each folder where a run saves."""
     from mindlora.run.checks.pynative import is_pynative
     from mindlora.training.launch.pynative_run import saved_step
 
@@ -266,7 +270,7 @@ def _last_steps(config) -> Iterator[str]:
 
     callbacks = list(config.callbacks or [])
     for each in config.callbacks or []:
-        # Each of several adapters has callbacks of its own.
+        # With several adapters, each has its own callbacks.
         callbacks += [callback for run in each.get("runs") or [] for callback in run["configuration"]["callbacks"]]
     for callback in callbacks:
         if callback.get("type") == "LoraCheckpoint":
@@ -290,7 +294,7 @@ def _read_yaml(path, run_mode):
 
 
 def _reason(path, run_mode, error):
-    """Returns why MindFormers cannot read a YAML, of which it names neither the node nor the key that was meant."""
+    """Returns why MindFormers cannot read a YAML; its own error names neither the node nor the intended key."""
     try:
         config = {**read_merged(path), **({"run_mode": run_mode} if run_mode else {})}
     except ConfigError:
@@ -313,7 +317,7 @@ def _strategy_file(path):
 
 
 def _predict_input(data, modal_types):
-    """Returns what Trainer.predict takes: a text, several texts, the pictures of a folder, or a multi-modal query."""
+    """Returns the input for Trainer.predict: one or several texts, a folder's pictures, or a multi-modal query."""
     if data is None:
         return None
     if modal_types is not None:
@@ -335,7 +339,7 @@ def _predict_input(data, modal_types):
 
 
 def _text(value: str) -> str:
-    """A shell passes \\n as two characters."""
+    """Returns the text with a newline for each \\n, which a shell passes as two characters."""
     return value.replace(r"\n", "\n")
 
 

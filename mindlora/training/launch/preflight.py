@@ -1,4 +1,4 @@
-"""What is wrong in a YAML, found before anything is built, and the few settings that mindlora-run fills in."""
+"""Checks of a YAML before anything is built, and the few settings that mindlora-run fills in."""
 
 import contextlib
 import difflib
@@ -39,37 +39,37 @@ from mindlora.training.several.data import DataOfAdapters
 from mindlora.training.several.preparation import prepare_adapters
 from mindlora.training.step import lora_plus, packing
 
-# Key of the YAML -> the kind of class that its ``type`` names: of any run, and of one that trains. MindFormers builds
-# nothing of the second in other runs, and its YAMLs for predicting name optimizers that it no longer has.
+# Key of the YAML -> the kind of class that its ``type`` names, for any run and for training runs. MindFormers does not
+# build the latter in other runs, and its prediction YAMLs name optimizers that no longer exist.
 _KINDS = {"metric": MindFormerModuleType.METRIC, "trainer": MindFormerModuleType.TRAINER}
 _TRAINING_KINDS = {
     "optimizer": MindFormerModuleType.OPTIMIZER,
     "lr_schedule": MindFormerModuleType.LR,
     "runner_wrapper": MindFormerModuleType.WRAPPER,
 }
-# The same for what legacy models have.
+# The same for legacy models.
 _LEGACY_KINDS = {"model.arch": MindFormerModuleType.MODELS, "model.model_config": MindFormerModuleType.CONFIG}
 _DATA_KINDS = {
     "{}_dataset.data_loader": MindFormerModuleType.DATASET_LOADER,
     "{}_dataset_task": MindFormerModuleType.DATASET,
 }
-# Settings that MindFormers' Trainer reads itself, beside the arguments of the class.
+# Settings that MindFormers' Trainer reads itself, in addition to the arguments of the class.
 _READ_BY_TRAINER = {"lr_schedule": ("warmup_epochs",)}
-# Callbacks whose arguments have a rule of run/checks.
+# Callbacks whose arguments a rule of run/checks covers.
 _RULED = ("Trackers",)
-# These take any argument and ignore what they do not know, so that a misspelt one has no effect. One that is as near to
-# an argument as this is a misspelt one.
+# These classes accept any argument and ignore unknown ones, so that a misspelt argument has no effect. An argument this
+# similar to a known one counts as misspelt.
 _NEAR = 0.85
 
 
-# Gradient accumulation of a YAML, which becomes micro-batches of the train step.
+# A YAML's gradient accumulation becomes micro-batches of the train step.
 
 
 def set_micro_batches(config: MindFormerConfig) -> None:
-    """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches in the train step.
+    """Turns K = gradient_accumulation_steps into batches of K batch_size rows and K micro-batches per train step.
 
-    So one step of MindSpore is one step of the optimizer, of the learning rate and of every callback. The YAML, which
-    must have no mistakes, is changed in place.
+    So one step of MindSpore is one step of the optimizer, the learning rate and every callback. The YAML, which must
+    have passed the checks, is changed in place.
     """
     steps = config.runner_config.gradient_accumulation_steps
     if steps in (None, 1) or not YamlRun(config).accumulates_here:
@@ -79,18 +79,18 @@ def set_micro_batches(config: MindFormerConfig) -> None:
     config.runner_config.batch_size = rows * steps
     config.runner_config.gradient_accumulation_steps = 1
     for _, callback in YamlRun(config).callbacks_of("TopkBiasBalanceCallback"):
-        # The routers of mcore models add up how many tokens each expert got in all micro-batches.
+        # The routers of mcore models add up each expert's tokens over all micro-batches.
         callback["gradient_accumulation_steps"] = steps
     logger.info("Each step has %d rows on each device: %d micro-batches of %d.", rows * steps, steps, rows)
 
 
-# Starts the data of a resumed run where the checkpoint stopped: MindFormers builds it before any callback runs.
+# Starts a resumed run's data where the checkpoint stopped: MindFormers builds the data before any callback runs.
 
 
 def fill_resume(config: MindFormerConfig) -> None:
-    """Fills in from which step folder a run goes on, and where its data starts, if LoraCheckpoint says resume.
+    """Fills in the step folder from which a run resumes, and where its data starts, if LoraCheckpoint says resume.
 
-    Raises ConfigError if that folder does not exist, or no step is left.
+    Raises ConfigError if the folder does not exist or no step is left.
     """
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if callback.get("resume"):
@@ -103,7 +103,7 @@ def fill_resume(config: MindFormerConfig) -> None:
 
 
 def _resume_adapters(config: MindFormerConfig, runs: List[Dict[str, Any]], directory: str) -> None:
-    """Says in the runs of several adapters where each of them goes on, or stays as it had ended."""
+    """Fills in, for each of several adapters' runs, where it resumes, or that it has ended."""
     resume = _saving(runs[0]).get("resume")
     if not resume:
         return
@@ -136,14 +136,14 @@ def _start_data_after(config: MindFormerConfig, folder: str) -> None:
     logger.info("Resuming from %s: the data starts at step %d.", folder, config.data_skip_steps)
 
 
-# Lets BaseWeights load the base, tensor by tensor, where it can, and not MindFormers.
+# Where possible, BaseWeights loads the base, tensor by tensor, instead of MindFormers.
 
 
 def take_base_over(config: MindFormerConfig) -> contextlib.AbstractContextManager:
-    """Lets BaseWeights load the base, where it can; returns what the run has to be in.
+    """Makes BaseWeights load the base where it can; returns the context in which the model must be built.
 
-    Then load_checkpoint is empty for MindFormers, and what is built in the context has no values until they are loaded;
-    an mcore model, whose parameters hold more than weights, is built with values.
+    load_checkpoint is then empty for MindFormers, and parameters built in the context have no values until they are
+    loaded; an mcore model, whose parameters hold more than weights, is built with values.
     """
     run = YamlRun(config)
     if not config.load_checkpoint or not loads_by_tensor(run):
@@ -155,15 +155,15 @@ def take_base_over(config: MindFormerConfig) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if run.is_mcore else no_init_parameters()
 
 
-# Callbacks that carry out a lora_init that is computed from the base.
+# Callbacks that carry out a lora_init computed from the base.
 _INITIALIZING_CALLBACKS = ("LoraCheckpoint", "LoraInitialization")
 
 
 def prepare(config: MindFormerConfig) -> None:
-    """Checks a run's configuration and fills in what follows from it: a preset's learning rate, resuming and so on.
+    """Checks a run's configuration and fills in derived settings: a preset's learning rate, resuming and so on.
 
     The YAML, with the command line's overrides, is changed in place. Raises ConfigError if a setting is wrong; the
-    message gives the key, its value, and what it must be.
+    message gives the key, its value, and the allowed values.
     """
     if not config.model or not config.model.model_config:
         refuse([error("model.model_config", "The YAML has no model.model_config: write a complete MindFormers YAML.")])
@@ -173,7 +173,7 @@ def prepare(config: MindFormerConfig) -> None:
 
 
 def refuse_and_log(findings: List[Finding]) -> None:
-    """Raises ConfigMistakes with all errors, if there are any, and logs warnings."""
+    """Raises ConfigMistakes with all errors, if any, and logs the warnings."""
     for finding in findings:
         if finding.severity == "warning":
             logger.warning(str(finding))
@@ -181,17 +181,17 @@ def refuse_and_log(findings: List[Finding]) -> None:
 
 
 def find_by_mindformers(run: YamlRun) -> List[Finding]:
-    """Returns what is wrong in a YAML, whose nodes are of the right kind, as MindFormers' registry or files tell."""
+    """Returns findings about a YAML with well-formed nodes that need MindFormers' registry or files."""
     return [*check_classes(run), *check_contents(run, first_rows)]
 
 
 def refuse_missing_files(config: MindFormerConfig) -> None:
-    """Raises ConfigMistakes if files that the run needs are not there or not named, with the flags that set them."""
+    """Raises ConfigMistakes if files that the run needs are missing or not named, with the flags that set them."""
     refuse_and_log(list(check_files(YamlRun(config), complete=True)))
 
 
 def fill(config: MindFormerConfig) -> None:
-    """Fills in what follows from a YAML without mistakes, in place.
+    """Fills in the settings derived from a YAML that has passed the checks, in place.
 
     Raises ConfigError if packed data or the checkpoint to resume from does not suit the run.
     """
@@ -201,7 +201,7 @@ def fill(config: MindFormerConfig) -> None:
         expand_pet_type(pet_config)
     run = YamlRun(config)
     if run.is_mcore and run.steps_by_mindlora:
-        # The step is mindlora's then, which adds the losses up; MindFormers' monitor would print zeros for them.
+        # mindlora's step then adds up the losses; MindFormers' monitor would print zeros for them.
         config.print_separate_loss = False
     _add_base_check(config)
     if config.run_mode in TRAINING_MODES:
@@ -243,7 +243,7 @@ def _fill_adapter_slices(config):
 
 
 def _add_base_check(config):
-    """Makes a run compare the base of adapter_path with load_checkpoint, which MindFormers loads after the adapter."""
+    """Makes a run compare adapter_path's base with load_checkpoint, which MindFormers loads after the adapter."""
     path = (config.model.model_config.pet_config or {}).get("adapter_path")
     key = {"eval": "eval_callbacks", **dict.fromkeys(TRAINING_MODES, "callbacks")}.get(config.run_mode)
     if path and key and not is_scattered(path):
@@ -268,7 +268,7 @@ def _add_initialization(config):
 
 
 def _add_reference_check(config):
-    """Adds ReferenceCheck if the reference of preference training was computed before, and is in the data."""
+    """Adds ReferenceCheck if the data contains a precomputed reference for preference training."""
     run = YamlRun(config)
     if run.preference is not None and preference_settings(run.preference).precomputed_reference:
         files = [path for _, paths in files_of_run(run) for path in paths]
@@ -283,12 +283,12 @@ def _move_lora_plus(config):
 
 
 def check_classes(run: YamlRun) -> Iterator[Finding]:
-    """Yields a finding for each class in the YAML that does not exist, or does not take an argument it is given.
+    """Yields a finding for each class in the YAML that does not exist, or that does not take one of its arguments.
 
-    Keys of the model that nothing reads are warnings: YAMLs of MindFormers' own have ``num_block`` and
+    Model keys that nothing reads cause warnings: MindFormers' own YAMLs have ``num_block`` and
     ``max_position_embeddings``.
     """
-    # A run that learns from rewards has prompts for its data.
+    # The data of a run that learns from rewards is its prompts.
     data = run.mode if not run.trains else "train" if run.rl is None else None
     data_kinds = {key.format(data): kind for key, kind in _DATA_KINDS.items()} if data in ("train", "eval") else {}
     needed = {**({} if run.is_mcore else _LEGACY_KINDS), **data_kinds}
@@ -311,7 +311,7 @@ def _nodes(node: Any) -> List[dict]:
 
 
 def _class_of(kind: str, node: dict) -> Optional[type]:
-    """Returns the class that a node names; None if it is not registered, or the user's own."""
+    """Returns the class that a node names; None if it is not registered or is the user's own."""
     name = node.get("type")
     is_registered = name is not None and not node.get("auto_register") and MindFormerRegister.is_exist(kind, name)
     return MindFormerRegister.get_cls(kind, name) if is_registered else None
@@ -319,7 +319,7 @@ def _class_of(kind: str, node: dict) -> Optional[type]:
 
 def _unknown(where: str, kind: str, node: dict) -> Iterator[Finding]:
     name = node.get("type")
-    # A class of the user's own is registered when MindFormers imports the module that auto_register names.
+    # A user's own class is registered when MindFormers imports the module that auto_register names.
     if name is None or node.get("auto_register") or MindFormerRegister.is_exist(kind, name):
         return
     registered = [each for each in MindFormerRegister.registry.get(kind, {}) if not each.startswith("_")]
@@ -361,7 +361,7 @@ def _wrong_arguments(where: str, node: dict) -> List[Finding]:
 
 
 def _wrong_values(where: str, node: dict) -> List[Finding]:
-    """Builds a callback of mindlora's, which checks its settings and does nothing else."""
+    """Builds a callback of mindlora, which only checks its settings, and yields the error."""
     callback = _class_of(MindFormerModuleType.CALLBACK, node)
     if callback is None or not callback.__module__.startswith("mindlora."):
         return []
@@ -383,11 +383,11 @@ def _required(kind: type) -> Sequence[str]:
 
 
 def _settings(kind: type) -> Set[str]:
-    """Returns the names of a class's arguments, and of those that it passes on to the classes that it is made from."""
+    """Returns the names of a class's arguments, including those passed on to its base classes."""
     try:
         arguments = set(inspect.signature(kind).parameters)
     except ValueError:
-        # A class of C++ does not tell.
+        # A C++ class has no signature.
         arguments = set()
     bases = inspect.getmro(kind) if inspect.isclass(kind) else ()
     return arguments.union(*(_parameters(base)[0] for base in bases if inspect.isfunction(vars(base).get("__init__"))))

@@ -1,4 +1,4 @@
-"""mindlora-run --mode 1 on a YAML of MindFormers 2's PyNative Trainer, which reads no other flag."""
+"""mindlora-run --mode 1 for a YAML of MindFormers 2's PyNative Trainer, which reads no other flag."""
 
 import argparse
 import os
@@ -20,19 +20,19 @@ def is_for_pynative(path: str) -> bool:
     try:
         return is_pynative(read_merged(path))
     except ConfigError:
-        return False  # The launcher says what is wrong with the file.
+        return False  # The launcher reports the fault of the file.
 
 
 def build_config(args: argparse.Namespace, rest: List[str]) -> Dict[str, Any]:
-    """Returns the content of a YAML of the PyNative Trainer as the command line has it.
+    """Returns the content of a PyNative Trainer YAML with the command line's overrides.
 
     Args:
         args (Namespace): The flags; ``config`` is such a YAML.
         rest (list of str): ``--a.b.c VALUE``, which override its keys.
 
     Raises:
-        ConfigError: --mode is not 1, another flag is set, a key is wrong, there is no lora_config, or nothing is saved
-            that --resume could go on with.
+        ConfigError: --mode is not 1, another flag is set, a key is wrong, there is no lora_config, or there is no save
+            from which --resume could continue.
     """
     _check_flags(args)
     config = read_merged(args.config)
@@ -46,7 +46,7 @@ def build_config(args: argparse.Namespace, rest: List[str]) -> Dict[str, Any]:
 
 
 def train(config: Dict[str, Any]) -> None:
-    """Trains as build_config's result says, with mindlora's LoRA. Raises LoraError as the Trainer meets it."""
+    """Trains according to build_config's result, with mindlora's LoRA. Passes on any LoraError of the Trainer."""
     require_mindformers("2.0")
     from mindspore.mint.distributed import get_world_size
 
@@ -64,7 +64,7 @@ def train(config: Dict[str, Any]) -> None:
 
 
 def make_trainer(config: Dict[str, Any]) -> Any:
-    """Returns MindFormers' Trainer of build_config's result, which puts mindlora's adapters on its model."""
+    """Returns MindFormers' Trainer for build_config's result, which puts mindlora's adapters on its model."""
     require_mindformers("2.0")
     import mindspore as ms
 
@@ -78,7 +78,7 @@ def make_trainer(config: Dict[str, Any]) -> Any:
 
 
 def saved_step(config: Mapping[str, Any]) -> Optional[str]:
-    """Returns the folder of the last step that is in checkpoint.save_path; None if there is none."""
+    """Returns the folder of the last step in checkpoint.save_path; None if there is none."""
     checkpoint = config.get("checkpoint") or {}
     path = str(checkpoint.get("save_path") or "")
     if not path or checkpoint.get("enable_save") is False or not os.path.isdir(path):

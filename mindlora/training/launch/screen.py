@@ -1,4 +1,4 @@
-"""The screen of a training run on a terminal: a progress bar and mindlora's messages; a file has the rest."""
+"""The terminal output of a training run: a progress bar and mindlora's messages; a file has the rest."""
 
 import contextlib
 import logging
@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from mindlora.training.log import logger
 
-# The end of a run that fails with an error of MindFormers or MindSpore: one line, and the traceback in a file.
+# The end of a run that fails in MindFormers or MindSpore: one line, and the traceback in a file.
 
-# MindSpore's messages go on with sources, graphs and C++ frames.
+# MindSpore's messages continue with sources, graphs and C++ frames.
 _LONGEST = 400
 
 
 def described(error: Exception, config: Optional[Mapping[str, Any]]) -> str:
-    """Returns one line that names an error, and writes its traceback to a file in the run's output folder.
+    """Returns a one-line description of an error, and writes its traceback to a file in the run's output folder.
 
     The configuration is None if the error came before it was read.
     """
@@ -27,7 +27,7 @@ def described(error: Exception, config: Optional[Mapping[str, Any]]) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the first line of an error's message that says something, shortened, with a full stop."""
+    """Returns the first meaningful line of an error's message, shortened, with a full stop."""
     lines = (line.strip() for line in str(error).splitlines())
     first = next((line for line in lines if line.strip("-")), "no message")
     shortened = first if len(first) <= _LONGEST else f"{first[:_LONGEST]}..."
@@ -50,7 +50,7 @@ def _keep_traceback(error: Exception, config: Optional[Mapping[str, Any]]) -> st
 
 
 class _AboveBar(logging.Handler):
-    """Prints messages above the progress bar."""
+    """A log handler that prints messages above the progress bar."""
 
     def __init__(self, screen: TextIO):
         super().__init__()
@@ -63,9 +63,9 @@ class _AboveBar(logging.Handler):
 
 @contextlib.contextmanager
 def progress_only(config: Dict[str, Any]) -> Iterator[None]:
-    """Shows a run's progress bar and mindlora's messages; all else that is printed goes to log/screen.log.
+    """Shows a run's progress bar and mindlora's messages; all other output goes to log/screen.log.
 
-    ProgressBar is added to the YAML's callbacks if it is not there.
+    Adds ProgressBar to the YAML's callbacks if it is missing.
     """
     callbacks = list(config.get("callbacks") or [])
     if not any(callback.get("type") == "ProgressBar" for callback in callbacks):

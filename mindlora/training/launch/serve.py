@@ -1,4 +1,4 @@
-"""From a YAML to an engine that serves its model."""
+"""Building an engine that serves the model of a YAML."""
 
 from typing import Any, Mapping, Optional, Sequence
 
@@ -32,7 +32,7 @@ def build_engine(
     model_name: Optional[str] = None,
     chosen: Sequence[str] = (),
 ) -> Engine:
-    """Builds the model of a YAML for serving: use the YAML that the adapter was trained with.
+    """Builds the model of a YAML for serving; use the YAML with which the adapter was trained.
 
     Args:
         config (str): Path of a MindFormers YAML.
@@ -40,10 +40,10 @@ def build_engine(
         tokenizer (str): A folder or file: see mindlora.data.tokenizers.load_tokenizer. Default: None, that of the
             YAML (processor.tokenizer), or one beside the checkpoint.
         registry (AdapterRegistry): The adapters. Default: None, no adapters.
-        sizes (mapping): Fields of EngineSettings that are not at their defaults. Default: None.
-        model_name (str): What callers name the base. Default: None, the YAML's trainer.model_name.
-        chosen (sequence of str): Adapters of the registry that are known to be used: unless ``sizes`` has max_rank,
-            slots have room for the largest rank of theirs. Default: ().
+        sizes (mapping): Fields of EngineSettings that differ from their defaults. Default: None.
+        model_name (str): The base's name for callers. Default: None, the YAML's trainer.model_name.
+        chosen (sequence of str): Adapters of the registry that will be used: unless ``sizes`` has max_rank, slots have
+            room for the largest of their ranks. Default: ().
 
     Returns:
         Engine, not started.
@@ -62,7 +62,7 @@ def build_engine(
     run = YamlRun(yaml)
     task = task_of(run.head_class)
     if task is not None:
-        # Its adapters bring their heads along, on the language model that a classifier is made of.
+        # The adapters bring their heads along, on the language model inside a classifier.
         if run.is_mcore:
             model.model_config.architectures = task.language_model
             model.model_config.pop("num_labels", None)
@@ -83,11 +83,11 @@ def build_engine(
         sizes["max_rank"] = max(EngineSettings.max_rank, min(MAX_RANK, max(ranks)))
     settings = EngineSettings(**sizes)
     refuse(check_quantized_base(run))
-    # The graphs are what is fast. MindFormers refuses to predict with O1, with which its YAMLs train.
+    # Graphs are the fast mode. MindFormers refuses to predict with O1, which its training YAMLs use.
     yaml.context.mode = 0
     if (yaml.context.jit_config or {}).get("jit_level") == "O1":
         yaml.context.jit_config["jit_level"] = "O0"
-    # The network that is built has a cache, whatever the YAML trains with. On Ascend MindFormers' context then prepares
+    # The network has a cache, whatever the YAML trains with. On Ascend, MindFormers' context then prepares
     # the environment of its inference kernels; on a CPU, where they do not run, it would bind the process to cores.
     if not run.is_mcore:
         yaml.model.model_config.use_past = None if yaml.context.device_target == "CPU" else True
@@ -103,7 +103,7 @@ def build_engine(
         model,
         yaml.load_checkpoint,
         loaded,
-        # A folder that is still empty counts too.
+        # An empty folder counts too.
         AdapterRegistry() if registry is None else registry,
         settings,
         quantize_base=pet_config.get("quantize_base"),
@@ -113,12 +113,12 @@ def build_engine(
 
 
 def set_up_context(yaml: MindFormerConfig) -> None:
-    """Sets MindSpore up as the YAML's context says; raises ConfigError if it cannot be so here."""
+    """Sets up MindSpore according to the YAML's context; raises ConfigError if this machine does not allow it."""
     try:
         build_context(yaml)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        # What the device lacks is a RuntimeError; what MindFormers refuses in the YAML is a ValueError.
+        # A device's limits raise RuntimeError; settings that MindFormers rejects raise ValueError.
         lacks_device = isinstance(error, RuntimeError) and yaml.context.device_target != "CPU"
         advice = "Set --device_target CPU to run on a CPU." if lacks_device else "Correct the YAML's node context."
         raise ConfigError(f"The YAML's context cannot be used here: {reason} {advice}") from error

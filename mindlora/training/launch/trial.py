@@ -1,8 +1,8 @@
-"""Two training steps without what needs values or saves: what mindlora.run.plan.trial runs on the Ascend backend
+"""Two training steps without real values or saves, which mindlora.run.plan.trial runs on the Ascend backend.
 
-python -m mindlora.training.launch.trial YAML ROWS OUTCOME: trains as the YAML says on the rows that ROWS describes,
-both written by mindlora.run.plan.trial, and writes to OUTCOME how many steps ended and which error ended them. Both
-files are JSON.
+python -m mindlora.training.launch.trial YAML ROWS OUTCOME: trains according to YAML on the rows that ROWS describes,
+both written by mindlora.run.plan.trial, and writes to OUTCOME how many steps were completed and the error that ended
+them. ROWS and OUTCOME are JSON.
 """
 
 import json
@@ -21,21 +21,21 @@ from mindlora.training.callbacks.common import register
 from mindlora.training.launch import launcher
 from mindlora.training.launch.screen import sentence
 
-# They load, compare or change the base's values, of which a trial has none, or slices that only a run has.
+# These callbacks load, compare or change the base's values, or slices of it; a trial has neither.
 _NEED_VALUES = ("BaseWeights", "BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterSlices")
-# What stands before the package in the path of a module.
+# The path that precedes the package in a module's path.
 _IN_PACKAGE = re.compile(r".*/(?=(mindlora|mindformers)/)")
 # MindSpore's message lists the calls that led to an operator, the innermost one last.
 _CALL = re.compile(r"In file (\S+?):(\d+)")
 
 
 class EnoughSteps(Exception):
-    """The trial has taken its last step."""
+    """Raised when the trial has taken its last step."""
 
 
 @register
 class TrialSteps(Callback):
-    """Counts steps, and ends the run after the last one of a trial."""
+    """Counts steps, and ends the run after a trial's last step."""
 
     ended = 0
 
@@ -70,19 +70,19 @@ def main() -> None:
 
 
 def made_up_rows(rows: Dict[str, Any]) -> Iterator[Dict[str, np.ndarray]]:
-    """Yields rows of the columns, shapes and number that mindlora.run.plan.trial asks for: tokens that count up."""
+    """Yields rows with the columns, shapes and number that mindlora.run.plan.trial requests: tokens count up."""
     for _ in range(rows["count"]):
         row = {}
         for name, shape in rows["columns"].items():
             row[name] = np.broadcast_to(_column(name, shape[-1], rows), shape).astype(np.int32)
         if "answers" in row:
-            # The two rows of the model that a preference is are its two answers.
+            # A preference is two rows of the model: its two answers.
             row["answers"] = np.broadcast_to(np.arange(2, dtype=np.int32)[:, None], row["answers"].shape)
         yield row
 
 
 def _column(name: str, width: int, rows: Dict[str, Any]) -> np.ndarray:
-    """Returns one row of a column: tokens, their labels a place ahead, or the marks of an example."""
+    """Returns one row of a column: tokens, labels shifted by one place, or the marks of an example."""
     tokens = 1 + np.arange(width) % (rows["tokens"] - 1)
     tokens[: len(rows["begin"])] = rows["begin"]
     if name == "input_ids":
@@ -93,7 +93,7 @@ def _column(name: str, width: int, rows: Dict[str, Any]) -> np.ndarray:
 
 
 def described(error: Exception) -> str:
-    """Returns an error of MindSpore or MindFormers as one sentence, with the line of the network that it is about."""
+    """Returns an error of MindSpore or MindFormers as one sentence, with the line of the network that caused it."""
     calls = _CALL.findall(str(error))
     where = ""
     if calls:

@@ -1,4 +1,4 @@
-"""Cells in place of operators of a MindFormers network that are many, keep much, or have large tables, on a CPU."""
+"""Cells for a CPU that replace MindFormers' chains of operators, or operators that keep much memory or large tables."""
 
 import math
 from typing import Any, Tuple
@@ -17,20 +17,20 @@ from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
 from mindlora.training.log import logger
 
-# Cells of MindFormers' legacy Llama with fused operators, which train on a CPU.
+# Cells of MindFormers' legacy Llama with fused operators, for training on a CPU.
 
 _OPERATORS = ("rms_norm", "rotary_embedding", "masked_attention")
 
 
 class CpuRMSNorm(LlamaRMSNorm):
-    """MindFormers' RMSNorm by one operator, which keeps x alone for its backward."""
+    """MindFormers' RMSNorm as one operator, which keeps only x for its backward."""
 
     def construct(self, x: Tensor) -> Tensor:
         return self.fused(x, self.cast(self.weight, x.dtype), self.fused_eps)
 
 
 class CpuAttention(LLamaAttention):
-    """MindFormers' attention by three operators, which keep queries, keys and values and no scores."""
+    """MindFormers' attention as three operators, which keep queries, keys and values but no scores."""
 
     def construct(self, x: Tensor, freqs_cis: Tuple[Tensor, ...], mask: Tensor, *_: Any, **__: Any) -> Tensor:
         query, key, value = self._projected(x)
@@ -42,13 +42,13 @@ class CpuAttention(LLamaAttention):
         return self.cast(output, x.dtype)
 
     def _turned(self, x, cos, sin):
-        """Queries or keys at their positions: those of a row, or where each row has its own, those of all rows."""
+        """Returns rotated queries or keys; the angles are shared by all rows, or one set for each row."""
         return self.reshape(self.rotary(self.reshape(x, (-1, cos.shape[0], x.shape[2])), cos, sin), x.shape)
 
     def _projected(self, x):
-        """Queries, keys and values, [batch, tokens, heads * head_dim]."""
+        """Returns queries, keys and values, [batch, tokens, heads * head_dim] each."""
         if self.qkv_concat:
-            # A key's head after those of its queries, and then the value's.
+            # Each key head comes after the heads of its queries, and then the value head.
             groups = self.reshape(self.w_qkv(x), (-1, self.n_kv_head, (self.n_rep + 2) * self.head_dim))
             query, key, value = self.split_qkv(groups, (self.n_rep * self.head_dim, self.head_dim, self.head_dim), 2)
         else:
@@ -71,8 +71,8 @@ def fused_problem() -> str:
 
 
 def fuse(cell: nn.Cell) -> bool:
-    """Makes a Llama's norm or attention use fused operators, in place; returns False for any other cell."""
-    # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
+    """Makes a Llama's norm or attention use fused operators, in place; returns False for other cells."""
+    # Changing a cell's class keeps its parameters and settings, including recomputation.
     if type(cell) is LlamaRMSNorm and cell.self_define:
         cell.fused, cell.fused_eps = RmsNorm(), Tensor([cell.eps], mstype.float32)
         cell.__class__ = CpuRMSNorm
@@ -86,7 +86,7 @@ def fuse(cell: nn.Cell) -> bool:
 
 
 def _has_plain_attention(cell):
-    """Whether an attention computes in float32, without a cache and without MindSpore's fused attention."""
+    """Returns whether an attention computes in float32, without a cache and without MindSpore's fused attention."""
     is_float32 = cell.dtype == cell.softmax_dtype == mstype.float32
     return is_float32 and not cell.use_flash_attention and not cell.use_past
 
@@ -100,9 +100,9 @@ class CpuNLLLoss(_NLLLoss):
 
 
 class CpuSiLU(nn.Cell):
-    """y = x sigmoid(x), dx = dy (s + y - y s) with s = sigmoid(x), which is computed in the backward alone.
+    """y = x sigmoid(x), dx = dy (s + y - y s) with s = sigmoid(x), which is computed only in the backward.
 
-    MindSpore's gradient needs nothing but x for s, so it computes it in the forward, and keeps it from there on.
+    MindSpore's gradient computes s from x alone, and therefore already in the forward, and keeps it until the backward.
 
     Args:
         silu (ops.Primitive): MindSpore's operator for the forward.
@@ -123,8 +123,8 @@ class CpuSiLU(nn.Cell):
 def use_cpu_cells(network: nn.Cell) -> None:
     """Replaces operators of a legacy MindFormers network, in place, where it trains on a CPU in graph mode.
 
-    What the network computes stays the same, up to the order of sums. A Llama gets mindlora's fused operators, if their
-    library is there; what has none gets operators without tables (mindlora.network.cells.broadcasting).
+    The network's results stay the same, up to the order of sums. A Llama gets mindlora's fused operators, if their
+    library exists; other cells get operators without tables (mindlora.network.cells.broadcasting).
     """
     if ms.get_context("device_target") != "CPU" or ms.get_context("mode") != ms.GRAPH_MODE:
         return

@@ -1,4 +1,4 @@
-"""The losses of an output head that MindSpore divides among the devices of a semi-automatic parallel run."""
+"""Losses of an output head that MindSpore divides among the devices of a semi-automatic parallel run."""
 
 from typing import Any, Callable, List, Optional, Tuple
 
@@ -19,12 +19,12 @@ _TOKENS, _MODEL, _WHOLE = "tokens", "model", "None"
 
 
 def is_semi_automatic() -> bool:
-    """Returns whether MindSpore divides cells among devices as they say themselves."""
+    """Returns whether MindSpore divides cells among devices by the cells' own strategies."""
     return ms.get_auto_parallel_context("parallel_mode").upper() in SEMI_AUTOMATIC
 
 
 def division_of(model: nn.Cell) -> Optional[HeadDivision]:
-    """Returns how the head of a MindFormers model is divided; None in a run that is not semi-automatic."""
+    """Returns the division of a MindFormers model's head; None if the run is not semi-automatic."""
     if not is_semi_automatic():
         return None
     if is_gpt_model(model):
@@ -44,27 +44,27 @@ def division_of(model: nn.Cell) -> Optional[HeadDivision]:
 
 
 def vocabulary_of(division: Optional[HeadDivision]) -> Optional[VocabularyPart]:
-    """Returns the part of the vocabulary that this rank has; None if it has all of it."""
+    """Returns this rank's part of the vocabulary; None if the rank has the complete vocabulary."""
     if division is None or not division.by_vocabulary:
         return None
     rank, count = get_rank(), division.model
-    # Ranks that share a head follow each other. The group of all ranks is there already.
+    # Ranks that share a head are consecutive. The group of all ranks exists already.
     group = GlobalComm.WORLD_COMM_GROUP if count == get_group_size() else get_tp_group_name(rank, count)
     return VocabularyPart(group, count, rank % count)
 
 
 class _Same(nn.Cell):
-    """x in the place of x + 0, by which MindFormers' loss divides logits as it needs them."""
+    """x instead of x + 0, which MindFormers' loss uses to redistribute logits."""
 
     def construct(self, x, zero):
         return x
 
 
 def keep_channels_whole(model: nn.Cell) -> None:
-    """Makes what lies between head and loss of a MindFormers model divide what the head takes by tokens alone.
+    """Makes the cells between a MindFormers model's head and loss divide hidden states only by tokens.
 
-    It divides logits by their vocabulary, which would divide hidden states by their channels. LossesOfRank says itself
-    how it takes them.
+    These cells divide logits by the vocabulary, which would divide hidden states by channels. LossesOfRank defines its
+    own layout.
     """
     _take_as_they_are(model.loss)
     if is_gpt_model(model):
@@ -85,10 +85,10 @@ def _take_as_they_are(loss):
 
 
 class LossesOfRank(nn.Cell):
-    """LabelLosses where each device computes those of its tokens, by the rows of the head that it has.
+    """LabelLosses in which each device computes the losses of its tokens, with its rows of the head.
 
-    To MindSpore it is one operator (Morph) with the layouts of what it takes and gives. What is in it, the gradient
-    among it, is computed of what a device has, with the collectives of VocabularyPart and no others.
+    MindSpore sees one operator (Morph) with the layouts of its inputs and outputs. Everything inside, including the
+    gradient, is computed from a device's own slices, with no collectives but those of VocabularyPart.
 
     Args:
         losses (LabelLosses): The losses, with the vocabulary_of ``division``.
@@ -116,14 +116,14 @@ class LossesOfRank(nn.Cell):
 
 
 class AdaptedLossesOfRank(nn.Cell):
-    """AdaptedLabelLosses where each device computes those of its tokens, by the rows of W and B that it has.
+    """AdaptedLabelLosses in which each device computes the losses of its tokens, with its rows of W and B.
 
-    A is whole on all of them. Each computes x A^T of its tokens, and a share of its gradient, that of its rows of B:
-    MindSpore sums the shares, as it sums gradients of whatever several devices hold.
+    A is complete on every device. Each device computes x A^T for its tokens, and the share of the gradient that comes
+    from its rows of B; MindSpore sums the shares, as it does for any parameter that several devices hold.
 
     Args:
         losses (AdaptedLabelLosses): The losses, with the vocabulary_of ``division``.
-        scale (float): What x A^T is multiplied by.
+        scale (float): The factor of x A^T.
         division (HeadDivision): How the head is divided.
 
     Inputs:
@@ -154,7 +154,7 @@ class AdaptedLossesOfRank(nn.Cell):
 
 
 def _layouts(division: HeadDivision) -> Tuple[Layout, Layout, Layout, Layout]:
-    """Returns how hidden states, rows of the vocabulary, a whole matrix and labels are divided."""
+    """Returns the layouts of hidden states, rows of the vocabulary, an undivided matrix and labels."""
     axes = Layout((division.rows, division.model), (_TOKENS, _MODEL))
     tokens: Any = (_TOKENS, _MODEL) if division.by_tokens else _TOKENS
     rows = axes(_MODEL if division.by_vocabulary else _WHOLE, _WHOLE)
@@ -162,7 +162,7 @@ def _layouts(division: HeadDivision) -> Tuple[Layout, Layout, Layout, Layout]:
 
 
 def _operator(of_rank: Callable, inputs: Tuple[Layout, ...], losses: Layout) -> ops.Morph:
-    """Returns the operator of which each device computes a part by ``of_rank``."""
+    """Returns an operator; each device computes its part by ``of_rank``."""
     operator = ops.Morph(of_rank, _shape, _dtype).add_prim_attr("self_define_shard", True)
     return operator.shard(in_strategy=inputs, out_strategy=(losses,))
 

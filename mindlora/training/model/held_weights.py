@@ -1,4 +1,4 @@
-"""A base that stays in 16 bits while it trains on a CPU, where everything else is computed in float32."""
+"""A base that stays in 16 bits during training on a CPU, where everything else is computed in float32."""
 
 from typing import Any, List, Optional, Tuple
 
@@ -32,14 +32,14 @@ from mindlora.ops.frozen_linear import HELD_DTYPES, FrozenGather, FrozenRows
 from mindlora.training.log import logger
 
 _ADVICE = "Set params_dtype of an mcore model, else param_init_type and embedding_init_type, to float32."
-# They widen their weights themselves: vectors, and a router's few rows.
+# These cells widen their weights themselves: vectors, and a router's few rows.
 _WIDENING = (LlamaRMSNorm, FusedRMSNorm, TopKRouter)
-# They multiply by one frozen weight, beside adapters or without.
+# These cells multiply by one frozen weight, with or without adapters.
 _MULTIPLYING = (LoRADense, StackedLoRADense, ExpertWeight, LoRAExpertWeight, StackedLoRAExpertWeight)
 
 
 class HeldLinear(Linear):
-    """MindFormers' Linear with a frozen weight in 16 bits."""
+    """MindFormers' Linear with a frozen 16-bit weight."""
 
     def construct(self, x: Tensor, group_list: Any = None) -> Tensor:
         y = self.held.linear(self.held.tokens(x), (self.weight,), self.bias if self.has_bias else None)
@@ -49,7 +49,7 @@ class HeldLinear(Linear):
 
 
 class HeldColumnParallelLinear(ColumnParallelLinear):
-    """MindFormers' ColumnParallelLinear with a frozen weight of 16 bits, which an output layer may be handed."""
+    """MindFormers' ColumnParallelLinear with a frozen 16-bit weight, which an output layer may get as an argument."""
 
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tuple[Tensor, Optional[Tensor]]:
         weight = self.weight if weight is None else weight
@@ -58,7 +58,7 @@ class HeldColumnParallelLinear(ColumnParallelLinear):
 
 
 class HeldRowParallelLinear(RowParallelLinear):
-    """MindFormers' RowParallelLinear with a frozen weight of 16 bits."""
+    """MindFormers' RowParallelLinear with a frozen 16-bit weight."""
 
     construct = HeldColumnParallelLinear.construct
 
@@ -71,21 +71,21 @@ _HELD = {
 
 
 def hold_weights(network: nn.Cell, product_dtype: str) -> None:
-    """Makes a network with adapters multiply by frozen weights of 16 bits as they are, in place, on a CPU.
+    """Makes a network with adapters multiply directly by frozen 16-bit weights, in place, on a CPU.
 
-    Linear cells take them by FrozenLinear, routed experts by FrozenExperts, embeddings by FrozenRows; norms and routers
-    widen theirs, which are small, and what trains of the base is widened for good. What goes into a cell and comes out
-    of it is float32, and so are A and B. A network in float32 stays as it is. The cells that adapters have replaced
-    hold them too, so that a reference without the adapters does.
+    Linear cells use FrozenLinear, routed experts FrozenExperts, and embeddings FrozenRows; norms and routers widen
+    their small weights, and trainable parameters of the base are widened permanently. The inputs and outputs of each
+    cell are float32, and so are A and B. A network in float32 is left unchanged. The cells that adapters replaced hold
+    16-bit weights too, for a reference without the adapters.
 
     Args:
-        network (nn.Cell): A model of MindFormers with adapters, of which is decided what trains.
-        product_dtype (str): float32 or bfloat16, what linear cells round what they multiply to: see FrozenLinear.
+        network (nn.Cell): A MindFormers model with adapters, with its trainable parameters already set.
+        product_dtype (str): float32 or bfloat16, to which linear cells round their operands: see FrozenLinear.
 
     Raises:
-        ConfigError: A frozen parameter of 16 bits belongs to a cell that does not take it so; or product_dtype does
-            not go with the weights.
-        BackendError: The library of mindlora's CPU operators is not there.
+        ConfigError: A frozen 16-bit parameter belongs to a cell that does not support it; or product_dtype does not go
+            with the weights.
+        BackendError: The library of mindlora's CPU operators is missing.
     """
     if ms.get_context("device_target") != "CPU":
         return
@@ -113,14 +113,14 @@ def hold_weights(network: nn.Cell, product_dtype: str) -> None:
 
 
 def release_weights(network: nn.Cell) -> None:
-    """Makes the linear cells of hold_weights without an adapter MindFormers' own again, in place, to take adapters."""
+    """Turns hold_weights' linear cells without an adapter back into MindFormers' own, in place, to take adapters."""
     own = {held: kind for kind, (held, _) in _HELD.items()}
     for _, cell in network.cells_and_names():
         cell.__class__ = own.get(type(cell), type(cell))
 
 
 def _separate_experts(network):
-    """Puts RoutedExperts in the place of MindFormers' experts with weights of 16 bits and no adapter."""
+    """Replaces MindFormers' experts with 16-bit weights and no adapter by RoutedExperts."""
     separate = {}
     for _, cell in network.cells_and_names():
         if isinstance(cell, FFNGroupedGEMM) and cell.weight1.dtype in HELD_DTYPES:
@@ -129,7 +129,7 @@ def _separate_experts(network):
 
 
 def _hold(cell, path, rounds):
-    """Lets a cell take its own frozen parameters of 16 bits as they are; returns the dtype of its weight, or None."""
+    """Makes a cell use its own frozen 16-bit parameters directly; returns the dtype of its weight, or None."""
     if isinstance(cell, AroundEmbedding) and cell.dtype in HELD_DTYPES:
         cell.dtype = mstype.float32
     own = _parameters_of_base(cell)
@@ -137,7 +137,7 @@ def _hold(cell, path, rounds):
         if parameter.requires_grad and parameter.dtype in HELD_DTYPES:
             parameter.set_dtype(mstype.float32)
     narrow = [parameter for parameter in own if parameter.dtype in HELD_DTYPES]
-    # A product by integers takes their scales as they are.
+    # An integer product uses the scales unchanged.
     if not narrow or isinstance(cell, _WIDENING) or getattr(cell, "in_integers", False):
         return None
     dtype = narrow[0].dtype
@@ -167,7 +167,7 @@ def _hold(cell, path, rounds):
 
 
 def _parameters_of_base(cell) -> List[Parameter]:
-    """Returns a cell's own parameters but for those of an adapter."""
+    """Returns a cell's own parameters except its adapter's."""
     own = [parameter for _, parameter in cell.parameters_and_names(expand=False)]
     if not isinstance(cell, LoRACell):
         return own
@@ -176,15 +176,15 @@ def _parameters_of_base(cell) -> List[Parameter]:
 
 
 def _hold_linear(cell, base):
-    """Makes a linear cell of MindFormers without an adapter compute by a base."""
+    """Makes a MindFormers linear cell without an adapter compute with ``base``."""
     if type(cell) in _HELD:
-        # Parameters and settings stay when the class of a cell changes.
+        # Changing a cell's class keeps its parameters and settings.
         cell.__class__, _ = _HELD[type(cell)]
     cell.held = base
 
 
 def _hold_table(cell):
-    """Makes an embedding of MindFormers widen the rows that it looks up."""
+    """Makes a MindFormers embedding widen the rows that it looks up."""
     if isinstance(cell, VocabParallelEmbedding):
         cell.embedding_morph = FrozenRows()
     else:

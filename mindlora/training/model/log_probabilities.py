@@ -1,4 +1,4 @@
-"""The log-probabilities that a MindFormers model gives the labels of rows, in the place of its loss."""
+"""Log-probabilities of labels from a MindFormers model, in place of its loss."""
 
 from mindformers.core.loss.loss import CrossEntropyLoss
 from mindspore import Tensor, nn
@@ -10,14 +10,14 @@ from mindlora.training.model.network import base_of, with_loss
 
 
 class LabelLogProbabilities(nn.Cell):
-    """The log-probability of each label, by the parts of MindFormers' CrossEntropyLoss, which know how it is sharded.
+    """The log-probability of each label, from the parts of MindFormers' CrossEntropyLoss, which know the sharding.
 
     Args:
         loss (CrossEntropyLoss): The model's loss.
-        temperature (float): T: probabilities are those of the logits divided by it. Default: 1.
+        temperature (float): T: probabilities are those of the logits divided by T. Default: 1.
 
     Inputs:
-        - **logits** (Tensor) - float32 [n, vocabulary], or what the head takes where put_loss_in_pieces was called.
+        - **logits** (Tensor) - float32 [n, vocabulary], or the head's input if put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [n]; one that is not a token, such as ignore_token_id, does not count.
         - **mask** (Tensor) - As for CrossEntropyLoss; not used.
 
@@ -33,17 +33,17 @@ class LabelLogProbabilities(nn.Cell):
 
     def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         if self.temperature != 1:
-            # The head is linear in what it takes, so that this divides its logits too.
+            # The head is linear, so dividing its input divides the logits too.
             logits = logits / self.temperature
         log_probabilities, one_hot = self.log_softmax(logits, labels)
         return -self.negative_log_likelihood(log_probabilities, one_hot)
 
 
 class HeadInputs(nn.Cell):
-    """What the output head of a model takes, of put_loss_in_pieces, where LabelLogProbabilities has log-probabilities.
+    """The input of an output head under put_loss_in_pieces, in place of the log-probabilities of LabelLogProbabilities.
 
     Args:
-        temperature (float): What it is divided by, and so its logits. Default: 1.
+        temperature (float): Divisor of the input, and so of the logits. Default: 1.
     """
 
     def __init__(self, temperature: float = 1.0):
@@ -55,17 +55,17 @@ class HeadInputs(nn.Cell):
 
 
 class Rewards(nn.Cell):
-    """The only score of each position of a reward model: as LabelLogProbabilities, but labels do not matter."""
+    """A reward model's single score of each position, in place of LabelLogProbabilities; labels are ignored."""
 
     def construct(self, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         return scores.reshape((-1,))
 
 
 class RowLogProbabilities(EvaluatedInPieces):
-    """The log-probability of each label but the first of rows, which a MindFormers model computes.
+    """The log-probability of each label in rows, except the first, computed by a MindFormers model.
 
-    In training the model's own loss is LabelLogProbabilities, beside which an mcore model returns other losses: the
-    balance of a frozen router is none of the answers'. In evaluation the model returns logits.
+    In training, the model's own loss is LabelLogProbabilities. An mcore model also returns other losses, which are
+    ignored: a frozen router's balance has nothing to do with the answers. In evaluation, the model returns logits.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -94,12 +94,12 @@ class RowLogProbabilities(EvaluatedInPieces):
 def row_log_probabilities(
     network: nn.Cell, key: str, scores: bool = False, temperature: float = 1.0
 ) -> RowLogProbabilities:
-    """Returns the log-probabilities that a MindFormers model gives labels, whose loss is replaced in place.
+    """Returns a cell that computes log-probabilities of labels; the MindFormers model's loss is replaced in place.
 
     Args:
         network (nn.Cell): The model, or a cell around it.
-        key (str): What of the YAML needs them, for the error.
-        scores (bool): Whether it is a reward model, whose scores take their place. Default: False.
+        key (str): The YAML's key that needs them, for the error.
+        scores (bool): Whether the model is a reward model, whose scores replace the log-probabilities. Default: False.
         temperature (float): As for LabelLogProbabilities. Default: 1.
 
     Raises ConfigError if the model's loss does not get the logits of all tokens.
@@ -114,9 +114,9 @@ def row_log_probabilities(
 
 
 def row_head_inputs(network: nn.Cell, temperature: float = 1.0) -> RowLogProbabilities:
-    """Returns what the head of a model of put_loss_in_pieces takes where it predicts the labels, in training.
+    """Returns a cell that computes the head's inputs where it predicts the labels, in training.
 
-    The loss of the model is replaced in place.
+    The model must have gone through put_loss_in_pieces. Its loss is replaced in place.
 
     Args:
         network (nn.Cell): The model, or a cell around it.

@@ -1,4 +1,4 @@
-"""Puts LabelLosses in the place of a MindFormers model's output head and loss."""
+"""Replaces a MindFormers model's output head and loss by LabelLosses."""
 
 import contextlib
 import functools
@@ -42,14 +42,14 @@ from mindlora.training.model.network import with_loss
 
 
 class HandingHead:
-    """Output heads that, in training, hand on to the loss what it multiplies by their weights, in the place of logits.
+    """A mixin for output heads that, in training, pass the loss the factors of their weights instead of logits.
 
-    That is x [..., channels]; with plain LoRA on a whole head, it is x and (dropout(x) A^T) * scale side by side,
-    [..., channels + r], both in the dtype in which the head computes.
+    These factors are x [..., channels]; with plain LoRA on an undivided head, they are x and (dropout(x) A^T) * scale
+    side by side, [..., channels + r], both in the head's compute dtype.
     """
 
     def hand_on(self, x: Tensor) -> Tensor:
-        """Returns what the loss multiplies."""
+        """Returns the factors of the loss."""
         return x
 
 
@@ -57,7 +57,7 @@ class HandingLoRA(HandingHead):
     """HandingHead for a head with plain LoRA."""
 
     def hand_on(self, x: Tensor) -> Tensor:
-        """Returns what the loss multiplies."""
+        """Returns the factors of the loss."""
         tokens = x.astype(self.dtype).reshape((-1, self.in_channels))
         dropped = tokens if self.dropout_of_loss is None else self.dropout_of_loss(tokens)
         low_rank = self.shrink(dropped, self.trained.of(self.mindpet_delta_lora_a)) * self.scale
@@ -82,24 +82,23 @@ _CONSTRUCTS = {
 
 @functools.lru_cache(maxsize=None)
 def _handing(mixin: type, kind: type, construct: Callable) -> type:
-    """Returns the class of heads of a kind that hand on; super() in a graph would be that of the cell's own class."""
+    """Returns the HandingHead class for a kind of heads; in a graph, super() would refer to the cell's own class."""
     members = {"construct": construct, "logits": kind.construct, "__module__": __name__, "__doc__": kind.__doc__}
     return type(f"Handing{kind.__name__}", (mixin, kind), members)
 
 
 def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingHead] = HandingLoRA) -> None:
-    """Makes an output head a HandingHead, in place: parameters and settings stay when the class of a cell changes.
+    """Turns an output head into a HandingHead, in place, by changing its class; parameters and settings stay.
 
     Args:
         head (nn.Cell): A linear cell, or one with plain LoRA.
-        construct (callable): What the class then has as its construct: it returns ``hand_on`` in training, else
-            ``logits``, the construct of before, in the form in which the model takes them.
-        with_adapter (type): The class that it then has too if it has an adapter: HandingHead if the loss is to multiply
-            by A too.
+        construct (callable): The new class's construct: returns ``hand_on`` in training, else ``logits``, the former
+            construct, in the form that the model takes.
+        with_adapter (type): The mixin for a head with an adapter: HandingHead if the loss is to multiply by A too.
     """
     plain = head
     if isinstance(head, LoRACell):
-        # A reference in which a new adapter is left out has the cell from before the adapter in its place.
+        # A reference that leaves out a new adapter uses the cell from before the adapter.
         plain = head.base_cell
         head.__class__ = _handing(with_adapter, type(head), construct)
         if issubclass(with_adapter, HandingLoRA):
@@ -110,9 +109,9 @@ def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingH
 
 @contextlib.contextmanager
 def plain_logits(network: nn.Cell) -> Iterator[None]:
-    """Within, the head of a network of put_loss_in_pieces, without an adapter, is a linear cell that can take one.
+    """Within the block, a head of put_loss_in_pieces without an adapter is a linear cell and can take one.
 
-    Raises ConfigError if it has got one whose logits are not made in pieces.
+    Raises ConfigError if the head gets an adapter that does not support computing logits in pieces.
     """
     model = with_loss(network)
     handing = output_head(model)
@@ -126,18 +125,18 @@ def plain_logits(network: nn.Cell) -> Iterator[None]:
 
 
 class LossesOfHead(nn.Cell):
-    """LabelLosses of a head, called as the _log_softmax of MindFormers' CrossEntropyLoss, whose _nllloss is _First.
+    """LabelLosses of a head; replaces the _log_softmax of MindFormers' CrossEntropyLoss, whose _nllloss becomes _First.
 
     Args:
-        head (nn.Cell): A linear cell, or one with plain LoRA. Whether its weight trains has been decided.
-        weight (Parameter): Its weight, which may be the embedding's.
-        dtype (mindspore.dtype): What it computes in.
-        setting (bool or int): True, or the tokens of a piece.
-        division (HeadDivision, optional): How MindSpore divides it among devices. Default: None, it does not.
+        head (nn.Cell): A linear cell, or one with plain LoRA. Its weight is already marked as frozen or trainable.
+        weight (Parameter): The head's weight, which may be the embedding's.
+        dtype (mindspore.dtype): The dtype in which the head computes.
+        setting (bool or int): True, or the number of tokens in a piece.
+        division (HeadDivision, optional): How MindSpore divides the head among devices. Default: None, undivided.
 
     Inputs:
-        - **handed** (Tensor) - What a HandingHead hands on, [tokens, channels] or [tokens, channels + r]; the first if
-          the head is divided.
+        - **handed** (Tensor) - The output of HandingHead.hand_on, [tokens, channels] or [tokens, channels + r]; the
+          former if the head is divided.
         - **labels** (Tensor) - int32 [tokens].
 
     Outputs:
@@ -165,12 +164,12 @@ class LossesOfHead(nn.Cell):
             a, b = head.mindpet_delta_lora_a, head.mindpet_delta_lora_b
             if division is not None:
                 self.of_adapted = AdaptedLossesOfRank(self.adapted, head.scale, division)
-        # Past nn.Cell, which would list the parameters, and name them, a second time.
+        # Bypasses nn.Cell, which would register and name the parameters a second time.
         self.__dict__.update(weight=weight, a=a, b=b)
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         if self.of_adapted is not None:
-            # They are cast within: MindSpore might divide what is cast or copied here by its rows.
+            # Cast inside the operator: MindSpore might divide a tensor that is cast or copied here by its rows.
             return self.of_adapted(handed, self.weight, self.a, self.b, labels), labels
         channels = self.weight.shape[1]
         if handed.shape[-1] == channels:
@@ -180,11 +179,11 @@ class LossesOfHead(nn.Cell):
 
 
 class FurtherLosses(LossesOfHead):
-    """LossesOfHead of the tokens after the next one, which a model predicts in training (multi-token prediction)."""
+    """LossesOfHead for the tokens after the next one, which a model predicts in training (multi-token prediction)."""
 
 
 def _product_of_held_weight(head: nn.Cell) -> Optional[FrozenLinear]:
-    """Returns what multiplies by the weight of a head that holds it in 16 bits on a CPU, or None."""
+    """Returns the cell that multiplies by a head's 16-bit weight on a CPU, or None."""
     base = getattr(head, "held", None) or getattr(head, "base", None)
     return base.matmul if getattr(base, "holds", False) else None
 
@@ -195,13 +194,13 @@ class _First(nn.Cell):
 
 
 def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_mindlora: bool) -> bool:
-    """Makes a model compute its losses by LabelLosses, in place, where it can; logs, and returns, whether it does.
+    """Makes a model compute its losses by LabelLosses where possible, in place; logs and returns whether it does.
 
     Args:
-        network (nn.Cell): The model, or a cell around it. What of it trains has been decided.
-        setting (bool or int): loss_in_pieces of runner_wrapper: False for no, or the tokens of a piece.
-        steps_by_mindlora (bool): Whether mindlora's train step makes the gradients. In the semi-automatic parallel
-            mode it need not.
+        network (nn.Cell): The model, or a cell around it, with its trainable parameters already set.
+        setting (bool or int): loss_in_pieces of runner_wrapper: a flag, or the number of tokens in a piece.
+        steps_by_mindlora (bool): Whether mindlora's train step computes the gradients, which it need not do in the
+            semi-automatic parallel mode.
 
     Raises ConfigError if ``setting`` is out of range.
     """
@@ -224,7 +223,7 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
     _take_hidden_states(model.loss, LossesOfHead(head, weight, dtype, setting, division))
     make_hand_on(head, _CONSTRUCTS[type(plain)], HandingLoRA if division is None else HandingHead)
     if is_gpt and model.mtp_process:
-        # A head and a loss of its own, by the same weight, without the head's adapter.
+        # Its own head and loss, with the same weight but without the head's adapter.
         further, loss = model.mtp.output_layer, model.mtp.compute_language_model_loss.cross_entropy
         _take_hidden_states(loss, FurtherLosses(further, weight, further.compute_dtype, setting, division))
         make_hand_on(further, _CONSTRUCTS[type(further)])
@@ -232,8 +231,8 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], steps_by_min
 
 
 def _take_hidden_states(loss, losses):
-    """Makes ``losses`` what a loss of MindFormers' computes of what its head hands on."""
-    # Straight into _cells: assigning an attribute would rename the weight.
+    """Makes a MindFormers loss compute ``losses`` from the output of its HandingHead."""
+    # Written straight into _cells: assigning an attribute would rename the weight.
     loss._cells["_log_softmax"], loss._cells["_nllloss"] = losses, _First()
 
 
@@ -255,40 +254,40 @@ def _described(model, head, setting, steps_by_mindlora):
 
 
 def output_head(model: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the output head of a MindFormers model; None if it has none that is known."""
+    """Returns the output head of a MindFormers model; None if it has no known head."""
     return model.output_layer if is_gpt_model(model) else getattr(model, "lm_head", None)
 
 
 def plain_head(head: nn.Cell) -> nn.Cell:
-    """Returns an output head, or the cell in the place of which one with an adapter is."""
+    """Returns an output head, or the cell that a head with an adapter replaced."""
     return head.base_cell if isinstance(head, LoRACell) else head
 
 
 def other_head(head: nn.Cell) -> str:
-    """Returns what Head.cell says of a head that is not of MindFormers' linear cells."""
+    """Returns Head.cell's text for a head that is not one of MindFormers' linear cells."""
     if isinstance(head, StackedLoRADense):
         return SEVERAL_ADAPTERS
     return "is in 4 bits" if getattr(head, "quantization", None) else f"is a {type(head).__name__}"
 
 
 def obstacle_of_adapter(head: nn.Cell) -> str:
-    """Returns what Head.cell says of the adapter on a head, if it has one."""
+    """Returns Head.cell's text for the adapter on a head, if it has one."""
     if not isinstance(head, LoRACell):
         return ""
     return adapter_obstacle(head.variant, head.weight.requires_grad)
 
 
 def losses_of_head(network: nn.Cell) -> Optional[LossesOfHead]:
-    """Returns what put_loss_in_pieces has put into a network for the next token of each, or None."""
+    """Returns the LossesOfHead of put_loss_in_pieces for the next token, or None."""
     return next((cell for cell in _losses_of_heads(network) if not isinstance(cell, FurtherLosses)), None)
 
 
 class EvaluatedInPieces(CompiledOnce):
-    """A cell around a network that computes losses in evaluation, without logits where training makes none.
+    """A cell around a network that computes losses in evaluation, without logits if training makes none.
 
     Attributes:
         network (nn.Cell): The network.
-        losses_of_head (LossesOfHead or None): What put_loss_in_pieces has put into it.
+        losses_of_head (LossesOfHead or None): The losses of put_loss_in_pieces, if it was called.
     """
 
     def __init__(self, network: nn.Cell):
@@ -297,18 +296,18 @@ class EvaluatedInPieces(CompiledOnce):
         self.losses_of_head = losses_of_head(network)
 
     def add_flags_recursive(self, **flags: Any) -> nn.Cell:
-        """Sets flags of all cells; a head whose product is the loss's hands on its input in evaluation too."""
+        """Sets flags of all cells; a HandingHead passes on its input in evaluation too."""
         super().add_flags_recursive(**flags)
         if "training" in flags and self.losses_of_head is not None:
             for _, cell in self.network.cells_and_names():
                 if isinstance(cell, HandingHead):
-                    # The head alone: no dropout in it.
+                    # Only the head: it has no dropout.
                     cell.add_flags(training=True)
         return self
 
 
 def set_differentiates(network: nn.Cell, differentiates: bool) -> None:
-    """Sets whether graphs that are compiled from now on make the gradients of a network's losses beside the losses."""
+    """Sets whether graphs compiled from now on compute gradients along with a network's losses."""
     for cell in _losses_of_heads(network):
         cell.losses.differentiates = differentiates
         if cell.adapted is not None:

@@ -1,4 +1,4 @@
-"""Cells in place of those of MindFormers' mcore models whose operators have no kernel for a CPU."""
+"""Cells that replace those of MindFormers' mcore models whose operators have no CPU kernel."""
 
 from typing import Optional, Tuple
 
@@ -28,19 +28,19 @@ from mindlora.ops.masked_attention import MaskedAttention
 from mindlora.ops.rms_norm import RmsNorm
 from mindlora.ops.rotary_embedding import RotaryEmbedding
 
-# A score of a key that a query does not see, which masked_attention gives no weight.
+# The score of a key that a query does not see; masked_attention gives it no weight.
 _UNSEEN = -10000.0
 
 
 class Lookup(nn.Cell):
-    """The rows of a table by number, with a gradient that a CPU can compute."""
+    """Looks up rows of a table by number, with a gradient that a CPU can compute."""
 
     def construct(self, ids: Tensor, table: Tensor) -> Tensor:
         return ops.gather(table, ids, 0)
 
 
 class CpuFusedRMSNorm(FusedRMSNorm):
-    """MindFormers' FusedRMSNorm by mindlora's operator, which keeps x alone for its backward."""
+    """MindFormers' FusedRMSNorm with mindlora's operator, which keeps only x for its backward."""
 
     def construct(self, x: Tensor) -> Tensor:
         weight = self.cast(self.weight, self.compute_type)
@@ -48,11 +48,11 @@ class CpuFusedRMSNorm(FusedRMSNorm):
 
 
 class CpuFlashAttention(FlashAttention):
-    """MindFormers' FlashAttention by mindlora's operator, in float32. No scores are kept.
+    """MindFormers' FlashAttention with mindlora's operator, in float32. No scores are kept.
 
     Inputs:
-        - **query**, **key**, **value** (Tensor) - Shape [tokens, batch, heads, size of a head]; heads of value may be
-          smaller than those of key.
+        - **query**, **key**, **value** (Tensor) - Shape [tokens, batch, heads, size of a head]; value heads may be
+          smaller than key heads.
         - **attention_mask** (Tensor) - Shape [batch, 1, tokens, tokens]: 0 where a query sees a key, else 1.
 
     Outputs:
@@ -63,7 +63,7 @@ class CpuFlashAttention(FlashAttention):
         tokens, batch, heads, size = query.shape
         value_size = value.shape[3]
         if value_size < size:
-            # Not ops.pad: on a CPU its gradient in a graph (MindSpore 2.9) differs from call to call.
+            # Not ops.pad: on a CPU, its gradient in a graph (MindSpore 2.9) differs from call to call.
             zeros = ops.zeros(value.shape[:3] + (size - value_size,), value.dtype)
             value = ops.concat((value, zeros), -1)
         mask = ops.cast(attention_mask, mstype.float32) * _UNSEEN
@@ -81,7 +81,7 @@ class CpuFlashAttention(FlashAttention):
 
 
 class CpuSelfAttention(SelfAttention):
-    """MindFormers' attention in float32, where MindFormers rounds q, k and v to 16 bits for Ascend's kernel."""
+    """MindFormers' attention in float32; MindFormers itself rounds q, k and v to 16 bits for Ascend's kernel."""
 
     def construct(
         self,
@@ -104,16 +104,16 @@ class CpuSelfAttention(SelfAttention):
 
 
 class CpuSelfAttentionContiguous(SelfAttentionContiguous):
-    """CpuSelfAttention whose joined weight has the rows of q before those of k and v."""
+    """CpuSelfAttention with a joined weight that has the rows of q before those of k and v."""
 
     construct = CpuSelfAttention.construct
 
 
 class CpuRotary(nn.Cell):
-    """MindFormers' ApplyRotaryPosEmb by mindlora's operator, where whole heads turn.
+    """MindFormers' ApplyRotaryPosEmb with mindlora's operator, for heads that are rotated completely.
 
     Args:
-        plain (ApplyRotaryPosEmb): MindFormers' cell, for all else.
+        plain (ApplyRotaryPosEmb): MindFormers' cell, for all other cases.
     """
 
     def __init__(self, plain: nn.Cell):
@@ -127,7 +127,7 @@ class CpuRotary(nn.Cell):
         if angles.shape[3] != size:
             return self.plain(x, freqs)
         angles = angles.reshape((-1, size)) * scale
-        # With one table for all rows, these are beside each other, as heads are.
+        # With one table for all rows, the rows are side by side, like heads.
         turned = self.fused(x.reshape((angles.shape[0], -1)), ops.cos(angles), ops.sin(angles))
         return turned.reshape(x.shape)
 
@@ -151,7 +151,7 @@ class Pieces(nn.Cell):
 
 
 class CpuFFNGroupedGEMM(FFNGroupedGEMM):
-    """MindFormers' routed experts, whose matrix products are mindlora's."""
+    """MindFormers' routed experts with mindlora's matrix products."""
 
     def experts_forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, w1: Tensor, w2: Tensor
@@ -163,7 +163,7 @@ class CpuFFNGroupedGEMM(FFNGroupedGEMM):
 
 
 class Dispatcher(nn.Cell):
-    """What MindFormers' dispatcher of tokens to experts does on one device: it sorts them by expert, and back.
+    """MindFormers' dispatcher of tokens to experts on one device: sorts tokens by expert, and back.
 
     Args:
         experts (int): Number of experts.
@@ -187,12 +187,13 @@ class Dispatcher(nn.Cell):
 
         Returns:
             (rows [tokens * experts of a token, hidden], sorted by expert, int64 [experts] with the row after each
-            expert's last, what token_unpermutation needs).
+            expert's last, the context for token_unpermutation).
         """
         count, hidden = tokens.shape[1:]
         chosen = ops.cast(routing_map, mstype.int32).reshape((-1,))
         rows = chosen.shape[0]
-        # Rows of one expert stay in their order, whatever kernel sorts. Whole numbers: float32 holds them up to 2^24.
+        # The rows of an expert stay in order, whatever kernel sorts. The keys are integers: float32 holds them up to
+        # 2^24.
         _, order = self.sort(chosen * rows + ops.cast(ops.arange(rows), mstype.int32))
         _, place = self.sort(order)
         ends = chosen.expand_dims(0) <= ops.arange(self.experts).expand_dims(1)
@@ -201,7 +202,7 @@ class Dispatcher(nn.Cell):
         return x, groups, (place, probs)
 
     def token_unpermutation(self, tokens: Tensor, context: Tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the sum of what the experts made of each token, [1, tokens, hidden], weighted by probs."""
+        """Returns each token's sum of its experts' outputs, weighted by probs: [1, tokens, hidden]."""
         place, probs = context
         y = ops.gather(tokens.reshape((place.shape[0], -1)), place, 0).reshape(probs.shape + (-1,))
         return (y * ops.cast(probs, y.dtype).expand_dims(3)).sum(2)
@@ -216,7 +217,7 @@ class Swiglu(nn.Cell):
 
 
 class TopK(nn.Cell):
-    """The k largest elements along the last axis, and where they are, as MindSpore's TopkExt."""
+    """The k largest elements along the last axis, and their indices, as MindSpore's TopkExt."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +230,7 @@ class TopK(nn.Cell):
 def use_mcore_cpu_cells(network: nn.Cell) -> None:
     """Replaces cells and operators of an mcore model, in place, where it trains on a CPU.
 
-    What the network computes stays the same, up to rounding: attention is in float32, where MindFormers rounds queries,
+    The network's results stay the same, up to rounding: attention is in float32, whereas MindFormers rounds queries,
     keys and values to float16 for Ascend's kernel.
 
     Args:
@@ -247,7 +248,7 @@ def use_mcore_cpu_cells(network: nn.Cell) -> None:
 def _replace(cell):
     # A cell's parameters and settings stay, and whether it is recomputed, when its class changes.
     if isinstance(cell, VocabParallelEmbedding):
-        # A cell there already may be what holds a table in 16 bits.
+        # An existing cell may hold a table in 16 bits.
         if not isinstance(cell.embedding_morph, nn.Cell):
             cell.embedding_morph = Lookup()
     elif type(cell) is FusedRMSNorm:

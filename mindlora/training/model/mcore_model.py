@@ -1,4 +1,4 @@
-"""What the wrapper around an mcore model does: it takes the rows that mindlora converts, and evaluates."""
+"""Parts of the wrapper around an mcore model: takes the rows that mindlora converts, and evaluates."""
 
 from typing import Optional, Tuple, Union
 
@@ -19,11 +19,11 @@ def _check_width(width, seq_length):
 
 
 class McoreRows(nn.Cell):
-    """Rows of data, int32 [batch, N] or [batch, N + 1], as MindFormers' mcore models take them: [batch, N].
+    """Turns rows of data, int32 [batch, N] or [batch, N + 1], into the form of MindFormers' mcore models: [batch, N].
 
-    A row of N = seq_length tokens has labels that belong to it one by one: label i is token i + 1. A row of N + 1
-    tokens is as MindFormers' legacy models take it, and as ``mindlora data`` writes it: label i is token i. Its last
-    token and its first label are dropped. The rows of a batch are in ``data_parallel`` parts on the devices.
+    A row of N = seq_length tokens has shifted labels: label i is token i + 1. A row of N + 1 tokens is in the form that
+    MindFormers' legacy models take and ``mindlora data`` writes: label i is token i. Its last token and its first label
+    are dropped. A batch's rows are divided into ``data_parallel`` parts on the devices.
     """
 
     def __init__(self, seq_length: int, data_parallel: int = 1):
@@ -48,17 +48,17 @@ def rows_of(model: nn.Cell) -> McoreRows:
 
 
 class McoreLoss(nn.Cell):
-    """One loss of the several that an mcore model returns: their sum, which is what MindFormers trains.
+    """The sum of an mcore model's losses, which MindFormers trains.
 
-    They are the language model's, that of multi-token prediction, and auxiliary ones: three in MindFormers 1.8, four
-    in 1.9. Where the model counts tokens (calculate_per_token_loss), each of the first two is a sum and a number of
-    tokens, and the auxiliary ones have been multiplied by the first of these numbers; then the result is (sum, number
-    of tokens), else the loss, float32 [1].
+    They are the language model's loss, the loss of multi-token prediction, and auxiliary losses: three in MindFormers
+    1.8, four in 1.9. If the model counts tokens (calculate_per_token_loss), each of the first two is a sum and a number
+    of tokens, and the auxiliary losses have been multiplied by the first of these numbers; then the result is (sum,
+    number of tokens), else the loss, float32 [1].
 
     Args:
         network (nn.Cell): The model, or a cell around it.
-        counts_tokens (bool): Whether it counts tokens.
-        rows (McoreRows, optional): Makes the rows those of the model, of a network that does not. Default: None.
+        counts_tokens (bool): Whether the model counts tokens.
+        rows (McoreRows, optional): Brings rows into the model's form, if the network does not. Default: None.
     """
 
     def __init__(self, network: nn.Cell, counts_tokens: bool, rows: Optional[McoreRows] = None):
@@ -84,7 +84,7 @@ def _sum_of(losses):
 
 
 def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the GPTModel inside a network that MindFormers trains as an mcore model, or None in any other."""
+    """Returns the GPTModel inside a network that MindFormers trains as an mcore model, or None for any other."""
     return next((cell for _, cell in network.cells_and_names() if is_gpt_model(cell)), None)
 
 
@@ -94,7 +94,7 @@ def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> 
     The model then returns this loss first; with ``counts_tokens``, its first two outputs are sums of losses and numbers
     of tokens.
 
-    Raises ConfigError if the model predicts several tokens: it would learn them by a second loss of its own.
+    Raises ConfigError if the model predicts several tokens: it would learn them by its own second loss.
     """
     if model.mtp_process:
         raise ConfigError(
@@ -106,9 +106,9 @@ def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> 
 
 
 def count_tokens(model: nn.Cell) -> bool:
-    """Makes a GPTModel return sums of losses over tokens, in place, where it can; returns whether it does.
+    """Makes a GPTModel return sums of losses over tokens, in place, if it can; returns whether it does.
 
-    With multi-token prediction it does not.
+    With multi-token prediction, it cannot.
     """
     if not model.mtp_process:
         model.calculate_per_token_loss = model.loss.calculate_per_token_loss = True
@@ -116,5 +116,5 @@ def count_tokens(model: nn.Cell) -> bool:
 
 
 def is_gpt_model(cell: nn.Cell) -> bool:
-    """Returns whether a cell is MindFormers' GPTModel, which every mcore model has inside."""
+    """Returns whether a cell is MindFormers' GPTModel, which every mcore model contains."""
     return hasattr(cell, "mtp_process") and hasattr(cell, "calculate_per_token_loss")

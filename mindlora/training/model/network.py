@@ -7,8 +7,8 @@ from mindspore import nn
 
 from mindlora.training.model.mcore_model import count_tokens, gpt_model_of, is_gpt_model
 
-# Where a cell keeps the network that it is around. _VirtualDatasetCell, which MindFormers puts around the model in the
-# semi-automatic parallel modes, has the second.
+# Attributes in which a cell keeps the network that it wraps. _VirtualDatasetCell, which MindFormers puts around the
+# model in the semi-automatic parallel modes, uses the second.
 _WRAPPED = ("network", "_backbone")
 
 
@@ -24,38 +24,38 @@ def base_of(train_network: nn.Cell) -> nn.Cell:
 
 
 def evaluated_model(train_network: nn.Cell) -> nn.Cell:
-    """Returns the model inside a train step as it answers in evaluation: (logits [batch, N, vocabulary], tokens, mask).
+    """Returns the model inside a train step for evaluation: it returns (logits [batch, N, vocabulary], tokens, mask).
 
-    Under the PyNative Trainer, it is a cell around the model (EvaluatedModel).
+    Under the PyNative Trainer, the result is a cell around the model (EvaluatedModel).
     """
     evaluated: Optional[nn.Cell] = getattr(train_step_of(train_network), "evaluated", None)
     return evaluated if evaluated is not None else base_of(train_network)
 
 
 def train_step_of(train_network: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the train step of mindlora's in the network that mindspore.Model trains, or None if there is none."""
+    """Returns mindlora's train step in the network that mindspore.Model trains, or None if there is none."""
     return innermost(train_network, lambda cell: hasattr(cell, "last_record"))
 
 
 def collect_state(train_network: nn.Cell) -> None:
-    """Writes one adapter's state into the parameters of its train step, where the state is kept among others'."""
+    """Writes one adapter's state into the parameters of its train step, if the step keeps it among other adapters'."""
     step = train_step_of(train_network)
     if hasattr(step, "collect_state"):
         step.collect_state()
 
 
 def distribute_state(train_network: nn.Cell) -> None:
-    """Reads one adapter's state back from the parameters of its train step: the reverse of collect_state."""
+    """Reads one adapter's state back from the parameters of its train step: the inverse of collect_state."""
     step = train_step_of(train_network)
     if hasattr(step, "distribute_state"):
         step.distribute_state()
 
 
 def losses_in_sum(train_network: nn.Cell) -> int:
-    """Returns how many losses the loss of a step is the sum of: one for each micro-batch that MindFormers makes.
+    """Returns the number of losses whose sum is a step's loss: one for each micro-batch that MindFormers makes.
 
-    It adds up their means in a pipeline, and where it accumulates or interleaves, which is in the semi-automatic modes.
-    With calculate_per_token_loss it divides all tokens' sum once.
+    MindFormers adds up their means in a pipeline, and in the semi-automatic modes when it accumulates or interleaves.
+    With calculate_per_token_loss, it divides the sum over all tokens once.
     """
     step = innermost(train_network, lambda cell: hasattr(cell, "calculate_per_token_loss"))
     if step is not None and step.calculate_per_token_loss:
@@ -69,7 +69,7 @@ def losses_in_sum(train_network: nn.Cell) -> int:
 
 
 def check_loaded_base(network: nn.Cell) -> None:
-    """Compares the base that adapter_path was trained on with the one that has been loaded, if both are there.
+    """Compares the base that adapter_path was trained on with the loaded base, if both exist.
 
     Raises BaseMismatchError if they differ, and on_base_mismatch of pet_config is "error".
     """
@@ -79,9 +79,9 @@ def check_loaded_base(network: nn.Cell) -> None:
 
 
 def count_tokens_in_loss(train_network: nn.Cell) -> bool:
-    """Makes a model of MindFormers return the sum of its losses and the number of counted tokens, not their quotient.
+    """Makes a MindFormers model return the sum of its losses and the number of counted tokens, not their quotient.
 
-    The loss of the model is changed in place. Returns False if there is no model inside whose loss counts tokens.
+    Changes the model's loss in place. Returns False if no model inside has a loss that counts tokens.
     """
     model = with_loss(train_network)
     if model is None:
@@ -95,8 +95,8 @@ def count_tokens_in_loss(train_network: nn.Cell) -> bool:
 def with_loss(network: nn.Cell) -> Optional[nn.Cell]:
     """Returns the cell inside a network whose ``loss`` gets the logits of all tokens in training, or None.
 
-    It is a legacy model whose loss is MindFormers' CrossEntropyLoss, or the GPTModel of an mcore model. The loss is
-    called with logits float32 [n, vocabulary], labels int32 [n] and a mask float32 of n elements.
+    The cell is a legacy model whose loss is MindFormers' CrossEntropyLoss, or the GPTModel of an mcore model. The loss
+    is called with logits float32 [n, vocabulary], labels int32 [n] and a mask float32 of n elements.
     """
     mcore = gpt_model_of(network)
     if mcore is not None:
@@ -105,7 +105,7 @@ def with_loss(network: nn.Cell) -> Optional[nn.Cell]:
 
 
 def innermost(cell: nn.Cell, accepts: Callable[[nn.Cell], bool]) -> Optional[nn.Cell]:
-    """Returns the first cell that ``accepts`` takes, from outside in, or None."""
+    """Returns the outermost nested cell that ``accepts`` approves, or None."""
     wrapped: Optional[nn.Cell] = cell
     while wrapped is not None and not accepts(wrapped):
         wrapped = wrapped_in(wrapped)
@@ -113,7 +113,7 @@ def innermost(cell: nn.Cell, accepts: Callable[[nn.Cell], bool]) -> Optional[nn.
 
 
 def wrapped_in(cell: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the network that a cell of MindFormers' or MindSpore's is around, or None if it is around none."""
+    """Returns the network that a cell of MindFormers or MindSpore wraps, or None if it wraps none."""
     for name in _WRAPPED:
         network = getattr(cell, name, None)
         if isinstance(network, nn.Cell):

@@ -33,11 +33,11 @@ from mindlora.training.run_configuration import run_configuration
 from mindlora.training.several.rules import trained_adapters
 from mindlora.training.several.stack import draw, stack_adapters
 
-# An adapter of adapter_path and its base: MindFormers loads load_checkpoint only after the adapter.
+# The base of adapter_path is compared late: MindFormers loads load_checkpoint only after the adapter.
 
 
 class LoadedBase:
-    """Compares, once the base is loaded, the base that an adapter was trained on with it.
+    """A late comparison of the base that an adapter was trained on with the loaded base.
 
     The base of ``network`` has no values yet; on_base_mismatch is "error", "warn" or "ignore".
     """
@@ -49,7 +49,7 @@ class LoadedBase:
         self.shapes = self._shapes()
 
     def check(self) -> None:
-        """Compares the two; raises BaseMismatchError if they differ, with on_base_mismatch "error"."""
+        """Compares the two bases; raises BaseMismatchError if they differ and on_base_mismatch is "error"."""
         if self._shapes() != self.shapes:
             logger.info("%s: each device has a part of the base, which was not compared.", self.path)
             return
@@ -75,7 +75,7 @@ class LoadedBase:
 class MindloraModel(LoraModel):
     """MindFormers' wrapper around a base model, with mindlora's adapters instead of MindFormers' own.
 
-    The base is any MindFormers model of Linear or nn.Dense cells.
+    The base may be any MindFormers model of Linear or nn.Dense cells.
     """
 
     def _check_config(self):
@@ -84,14 +84,14 @@ class MindloraModel(LoraModel):
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
         """Puts LoRA on ``base_model``, in place, freezes the rest, and loads adapter_path if there is one.
 
-        Raises ConfigError if loraplus_lr_ratio is set, which only mindlora-run can carry out, or LoraError as in
-        apply_lora, freeze_base and load_lora.
+        Raises ConfigError if loraplus_lr_ratio is set, which only mindlora-run supports, or LoraError as in apply_lora,
+        freeze_base and load_lora.
         """
         config = self.config.pet_config
         if score_of(base_model) is not None:
             config.modules_to_save = with_score(config.modules_to_save)
         self.unchecked = None
-        # With load_checkpoint, MindFormers builds the network without values and loads the base after the adapter.
+        # With load_checkpoint, MindFormers builds the network without values, and loads the base after the adapter.
         self._base_comes_later = any(parameter.has_init for parameter in base_model.get_parameters())
         if config.loraplus_lr_ratio is not None:
             raise ConfigError(
@@ -99,7 +99,7 @@ class MindloraModel(LoraModel):
                 "launcher, write grouped_lr_schedule (docs/keys.md)."
             )
         if not config.variant.in_files and config.adapter_path:
-            # AdaLoRA saves a plain LoRA, whose ranks only the file knows.
+            # AdaLoRA saves a plain LoRA whose ranks are only in the file.
             self._load(base_model, config)
         else:
             with InitialDraws(config.seed):
@@ -133,21 +133,21 @@ class MindloraModel(LoraModel):
             self.unchecked = LoadedBase(base_model, config.adapter_path, config.on_base_mismatch)
 
     def check_loaded_base(self) -> None:
-        """Compares the base that adapter_path was trained on with the one that has been loaded since, once.
+        """Compares, once, the base that adapter_path was trained on with the base loaded since.
 
-        Raises BaseMismatchError if they differ, and on_base_mismatch is "error".
+        Raises BaseMismatchError if they differ and on_base_mismatch is "error".
         """
         if self.unchecked is not None:
             self.unchecked.check()
             self.unchecked = None
 
     def update_model_kwargs_before_generate(self, input_ids: Tensor, model_kwargs: dict) -> None:
-        """Compares the bases before the first answer; else as in MindFormers."""
+        """Compares the bases before the first answer, then does what MindFormers does."""
         self.check_loaded_base()
         super().update_model_kwargs_before_generate(input_ids, model_kwargs)
 
     def _make_lean(self, base_model):
-        """Spares memory and compilation on a CPU, whose graph is the same for every layer of a legacy model."""
+        """Saves memory and compilation time on a CPU, where all layers of a legacy model share one graph."""
         use_cpu_cells(base_model)
         hold_weights(base_model, self.config.pet_config.product_dtype)
         compile_layers_once(base_model)
@@ -169,7 +169,7 @@ class MindloraMcoreModel(MindloraModel):
           with rows of N tokens. Default: None.
 
     Outputs:
-        In training the losses that the model returns. Else (logits float32 [batch, N, vocabulary], input_ids,
+        In training, the losses that the model returns. Otherwise, (logits float32 [batch, N, vocabulary], input_ids,
         mask float32 [batch, N] of the positions that count), as MindFormers' legacy models do.
     """
 
@@ -180,13 +180,13 @@ class MindloraMcoreModel(MindloraModel):
         self.ignored = ignore_token_id(base_model.config)
 
     def _make_lean(self, base_model):
-        """Gives the model cells that a CPU has kernels for, and compiles layers that are alike once, on a CPU."""
+        """On a CPU, replaces cells without CPU kernels, and compiles identical layers once."""
         use_mcore_cpu_cells(base_model)
         hold_weights(base_model, self.config.pet_config.product_dtype)
         compile_layers_once(base_model)
 
     def _leave_frozen(self, config):
-        # MindFormers refuses two empty lists, and what matches both of them stays as freeze_base has left it.
+        # MindFormers refuses two empty lists; parameters that match both lists stay as freeze_base left them.
         config.freeze_include, config.freeze_exclude = ["*"], ["*"]
 
     def construct(
@@ -254,7 +254,7 @@ class MindloraMcoreStackModel(_WithAdapters, MindloraMcoreModel):
 
 
 def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraModel:
-    """Returns mindlora's wrapper around a model that MindFormers has built."""
+    """Returns mindlora's wrapper around a model built by MindFormers."""
     is_mcore = isinstance(base_model, TrainModelMixin)
     if config.quantize_base == AS_STORED:
         _hold(base_model)
@@ -264,7 +264,7 @@ def lora_model(config: PetLoraConfig, base_model: PreTrainedModel) -> MindloraMo
 
 
 def _hold(base_model: nn.Cell) -> None:
-    """Makes a model hold the weights of load_checkpoint in their own bits; raises ConfigError if there is none."""
+    """Makes a model hold load_checkpoint's weights in their stored bits; raises ConfigError if it is unset."""
     checkpoint = run_configuration().get("load_checkpoint")
     if not checkpoint:
         raise ConfigError(
@@ -275,7 +275,7 @@ def _hold(base_model: nn.Cell) -> None:
 
 
 def register() -> None:
-    """Enters mindlora's classes for ``pet_type: lora`` into MindFormers' two maps, and makes ``qlora`` an error."""
+    """Registers mindlora's classes for ``pet_type: lora`` in MindFormers' two maps, and makes ``qlora`` an error."""
     pet_model.PET_TYPE_TO_MODEL_MAPPING[PET_TYPE] = lora_model
     pet_model.PET_TYPE_TO_CONFIG_MAPPING[PET_TYPE] = lambda **keys: PetLoraConfig.from_pet_config(keys)
     # For a pet_type in neither map, MindFormers would train the whole network.

@@ -1,8 +1,8 @@
-"""Preferences to MindRecord: pairs of answers, or judged ones, in rows that a train step compares.
+"""Conversion of preferences to MindRecord: pairs of answers, or judged answers, in rows that a train step compares.
 
-A row has four columns of int32, as mindlora.training.preference.loss.PreferenceLoss takes them: ``input_ids``,
-``labels``, ``answers``, and ``pairs`` or ``judgments``. Without packing a row holds one example as [2, seq_length + 1],
-an answer behind its prompt in each part; packed rows hold many examples as [seq_length + 1].
+A row has four int32 columns, which mindlora.training.preference.loss.PreferenceLoss takes: ``input_ids``,
+``labels``, ``answers``, and ``pairs`` or ``judgments``. Without packing, a row holds one example as
+[2, seq_length + 1], each part an answer after its prompt; packed rows hold many examples as [seq_length + 1].
 """
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -34,9 +34,9 @@ def convert_preference(
 ) -> DataReport:
     """Writes preferences as MindRecord: pairs of answers, or answers with labels, each with its prompt.
 
-    Texts and messages go through the chat template; texts without one stay as they are, with eos behind an answer. Rows
-    that cannot be used are skipped and reported. With ``truncate``, the beginning of a prompt that is too long is cut
-    off, never an answer.
+    Texts and messages go through the chat template; texts without one are used unchanged, with eos after an answer.
+    Rows that cannot be used are skipped and reported. With ``truncate``, the beginning of a prompt that is too long is
+    cut off, never an answer.
 
     Args:
         inputs (str or sequence of str): As for convert_alpaca; for a record, see mindlora.training.preference.rows.
@@ -57,13 +57,13 @@ def convert_preference(
 
 
 class Example(NamedTuple):
-    """Two answers behind their prompts that a loss compares.
+    """Two answers, each after its prompt, that a loss compares.
 
     Attributes:
-        first (Encoded): The chosen answer, or the one that is judged.
-        second (Encoded or None): The rejected one, or the answer of another example; None until that is known.
-        desirable (bool or None): Whether the answer that is judged is desirable; None for a pair.
-        prompt (np.ndarray): The tokens of the first one's prompt, int32 [n], before anything is cut.
+        first (Encoded): The chosen answer, or the judged answer.
+        second (Encoded or None): The rejected answer, or the answer of another example; None until known.
+        desirable (bool or None): Whether the judged answer is desirable; None for a pair.
+        prompt (np.ndarray): The tokens of the first answer's prompt, int32 [n], before anything is cut.
     """
 
     first: Encoded
@@ -73,18 +73,18 @@ class Example(NamedTuple):
 
     @property
     def mark(self) -> int:
-        """What the column ``pairs`` or ``judgments`` says of it."""
+        """The example's value in the column ``pairs`` or ``judgments``."""
         return -1 if self.desirable is False else 1
 
     @property
     def parts(self) -> Tuple[Encoded, ...]:
-        """Both."""
+        """Both answers."""
         return tuple(part for part in (self.first, self.second) if part is not None)
 
     def columns(
         self, seq_length: int, pad_token_id: int, ignore_token_id: int = IGNORE_TOKEN_ID
     ) -> Dict[str, np.ndarray]:
-        """Returns the columns of a row that holds this example alone."""
+        """Returns the columns of a row that holds only this example."""
         first, second = (part.columns(seq_length, pad_token_id, ignore_token_id) for part in self.parts)
         columns = {name: np.stack([first[name], second[name]]) for name in first}
         answers = np.where(columns["labels"] == ignore_token_id, NO_ANSWER, np.arange(2)[:, None])
@@ -92,12 +92,12 @@ class Example(NamedTuple):
 
 
 def column_of(example: Example) -> str:
-    """Returns the name of the column that marks examples of its kind."""
+    """Returns the name of the column that marks examples of this kind."""
     return "pairs" if example.desirable is None else "judgments"
 
 
 class PackedExamples(NamedTuple):
-    """A row of several examples: tokens, which are learned, and of which answer, [n] each; {column: their marks}."""
+    """A row of several examples: tokens, learned positions and answer numbers, [n] each, and {column: marks}."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -117,7 +117,7 @@ class PackedExamples(NamedTuple):
 def pack_examples(
     examples: Sequence[Example], boundary: Boundary, seq_length: int, seed: int = 0
 ) -> List[PackedExamples]:
-    """Returns rows that hold all examples, both answers of one in the same row, as mindlora.data.packing.pack does."""
+    """Packs all examples into rows as mindlora.data.packing.pack does, an example's two answers in the same row."""
     sizes = []
     for example in examples:
         sizes.append(sum(boundary.size(len(part.tokens)) for part in example.parts))
@@ -135,7 +135,7 @@ def _packed(examples, boundary, most):
     answers = []
     for number, part in enumerate(parts):
         gap = boundary.is_padding and number > 0
-        # Nothing learns the first token of an example.
+        # The first token of an example is not learned.
         learned = np.append(np.zeros(1 + gap, bool), part.learned[1:])
         answers.append(np.where(learned, number, NO_ANSWER))
     marks = np.zeros(most, np.int32)
@@ -145,9 +145,9 @@ def _packed(examples, boundary, most):
 
 
 class PreferenceExamples(ChatExamples):
-    """Preferences; without ``chat_template`` the tokenizer's own is used, and texts need none.
+    """Preferences; without ``chat_template``, the tokenizer's own is used, and texts need none.
 
-    ``shares_rows`` tells that both answers of an example must be in one row, as they are where rows are packed.
+    ``shares_rows`` says that an example's two answers must share a row, as in packed rows.
     """
 
     layout = LAYOUT
@@ -193,7 +193,7 @@ class PreferenceExamples(ChatExamples):
         return Example(answers[0], None, parsed.desirable, prompt)
 
     def _encode(self, parsed, answer, tokenizer):
-        """Returns one answer behind its prompt."""
+        """Returns one answer after its prompt."""
         if self.template is None:
             special = tokenizers.special_ids(tokenizer)
             bos = [] if special.bos is None else [special.bos]
@@ -209,12 +209,12 @@ class PreferenceExamples(ChatExamples):
         """See Examples: the longer answer with its prompt, or both in one row with padding between them."""
         lengths = [len(part.tokens) for part in encoded.parts]
         if encoded.second is None:
-            # At least one token of another example's answer, behind the same prompt.
+            # At least one token of another example's answer, after the same prompt.
             lengths.append(_prompt_length(encoded.first) + 1)
         return sum(lengths) + 1 if self.shares_rows else max(lengths)
 
     def cut(self, encoded: Example, limit: int) -> Example:
-        """Cuts the beginning of the prompt, but for its first token, and never an answer."""
+        """Cuts the beginning of the prompt except its first token, and never an answer."""
         parts = encoded.parts
         prompts = [_prompt_length(part) for part in parts]
         lengths = [len(part.tokens) - prompt for part, prompt in zip(parts, prompts)]
@@ -227,7 +227,7 @@ class PreferenceExamples(ChatExamples):
         return encoded._replace(first=cut[0], second=cut[1] if len(cut) > 1 else None)
 
     def complete(self, encoded: List[Example]) -> List[Example]:
-        """Puts beside each judged answer the answer of another example, the last one before it with another prompt."""
+        """Adds to each judged answer the answer of another example: the last one before it with a different prompt."""
         if self.pairs:
             return encoded
         return [self._with_other(example, encoded, number) for number, example in enumerate(encoded)]
@@ -260,12 +260,12 @@ def _messages(text, role):
 
 
 def _prompt_length(encoded: Encoded) -> int:
-    """Returns how many tokens there are before the answer."""
+    """Returns the number of tokens before the answer."""
     return int(np.argmax(encoded.learned))
 
 
 def _cut_prompt(encoded: Encoded, room: int) -> Encoded:
-    """Returns an answer behind the end of its prompt, of at most ``room`` tokens, the first of which stays."""
+    """Returns an answer after the end of its prompt, which is cut to ``room`` tokens but keeps its first token."""
     prompt = _prompt_length(encoded)
     if prompt <= room:
         return encoded

@@ -1,4 +1,4 @@
-"""PreferenceLoss: a network that learns from preferences, as a train step differentiates it."""
+"""PreferenceLoss: the cell that a train step differentiates to learn from preferences."""
 
 from typing import Callable, Dict, Optional, Sequence, Tuple, Union
 
@@ -10,11 +10,11 @@ from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.preference.reference import from_column
 from mindlora.training.preference.settings import PreferenceSettings
 
-# The losses of preferences, as functions of log-probabilities.
+# Preference losses, as functions of log-probabilities.
 #
-# A score is what a loss compares: log p(answer | prompt), or with a reference its distance from the reference's, log p
-# - log p_reference; a sum over the tokens of the answer, or with length normalization the mean. All arguments that are
-# tensors are float32 [...], and so are the results; beta, smoothing, margin and the weights are numbers.
+# A loss compares scores. A score is log p(answer | prompt), or with a reference the difference log p - log p_reference:
+# the sum over the answer's tokens, or with length normalization the mean. Tensor arguments and results are float32
+# [...]; beta, smoothing, margin and the weights are numbers.
 
 # The logarithm of the largest probability below 1 in float32, 1 - 2^-24.
 _NEARLY_CERTAIN = -(2.0**-24)
@@ -23,7 +23,7 @@ _NEARLY_CERTAIN = -(2.0**-24)
 def log_sigmoid(x: Tensor) -> Tensor:
     """log(1 / (1 + e^-x)), also where e^-x overflows."""
     # min(x, 0) is (x - |x|) / 2 here, so that the gradient at 0, where DPO begins, is 1/2. MindSpore's Softplus on a
-    # CPU gives an element one of two values, by the thread that computes it: a resumed run would differ.
+    # CPU returns one of two values for an element, depending on the thread: a resumed run would differ.
     distance = ops.abs(x)
     return 0.5 * (x - distance) - ops.log1p(ops.exp(-distance))
 
@@ -31,9 +31,9 @@ def log_sigmoid(x: Tensor) -> Tensor:
 def sigmoid_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, margin: float) -> Tensor:
     """-(1 - smoothing) log sigmoid(h) - smoothing log sigmoid(-h) with h = beta (chosen - rejected) - margin.
 
-    DPO (Rafailov et al., 2023), with smoothing conservative DPO (Mitchell, 2023); without a reference CPO (Xu et al.,
-    2024), and with mean log-probabilities and a margin SimPO (Meng et al., 2024). Of a reward model's scores it is the
-    loss of Bradley and Terry (1952; Ouyang et al., 2022).
+    DPO (Rafailov et al., 2023), or with smoothing conservative DPO (Mitchell, 2023); without a reference CPO (Xu et
+    al., 2024), or with mean log-probabilities and a margin SimPO (Meng et al., 2024). For a reward model's scores, it
+    is the loss of Bradley and Terry (1952; Ouyang et al., 2022).
     """
     h = beta * (chosen - rejected) - margin
     return -(1 - smoothing) * log_sigmoid(h) - smoothing * log_sigmoid(-h)
@@ -55,7 +55,7 @@ def odds_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, m
 
 
 def _log_odds(score):
-    # An answer that is certain would have infinite odds, and a gradient of NaN.
+    # A certain answer would have infinite odds and a gradient of NaN.
     score = ops.minimum(score, _NEARLY_CERTAIN)
     return score - ops.log(-ops.expm1(score))
 
@@ -63,8 +63,8 @@ def _log_odds(score):
 def kto_loss(score: Tensor, judgment: Tensor, kl: Tensor, beta: float) -> Tensor:
     """1 - sigmoid(judgment beta (score - kl)) (Ethayarajh et al., KTO, 2024).
 
-    ``judgment`` is 1 for a desirable answer and -1 for an undesirable one; ``kl``, of shape [], estimates how far the
-    model is from the reference, at least 0, and has no gradient.
+    ``judgment`` is 1 for a desirable answer and -1 for an undesirable one; ``kl``, of shape [] and at least 0,
+    estimates the model's distance from the reference, and has no gradient.
     """
     return 1 - ops.sigmoid(judgment * beta * (score - kl))
 
@@ -80,7 +80,7 @@ PAIR_LOSSES: Dict[str, Callable] = {
 }
 
 
-# What PreferenceLoss adds up beside the loss, in this order.
+# The sums that PreferenceLoss computes along with the loss, in this order.
 SUMS = (
     "examples",
     "chosen",
@@ -98,34 +98,35 @@ _TOKENS_CHOSEN, _TOKENS_REJECTED = SUMS.index("tokens_chosen"), SUMS.index("toke
 
 
 class PreferenceLoss(CompiledOnce):
-    """The sum of the losses of all examples of a batch, and what describes them.
+    """The sum of the losses of all examples in a batch, and sums that describe the examples.
 
-    An example is a pair of answers to one prompt, the chosen and the rejected one, or with KTO one answer that is
-    desirable or not, and beside it the answer of another example, by which the distance of the model from the reference
-    is estimated (see docs/preferences.md). Both are in one row of the data. Every example weighs the same.
+    An example is a pair of answers to one prompt, chosen and rejected, or with KTO one desirable or undesirable answer
+    and the answer of another example, from which the model's distance from the reference is estimated (see
+    docs/preferences.md). Both answers are in one row of the data. Every example weighs the same.
 
     Args:
         network (Cell): Called with tokens and labels, int32 [rows, N + 1] each, it returns the log-probability of each
             label but the first, float32 [rows * N], and 0 where the label does not count; or a reward model's score of
             each token but the last.
-        reference (Cell, optional): Likewise; None for a loss that needs none, or if the data has its log-probabilities.
+        reference (Cell, optional): The same for the reference; None if the loss needs none or the data has its
+            log-probabilities.
         settings (PreferenceSettings): The loss.
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N + 1] or [batch, R, N + 1]: a row of the data is one row of the
           network, or R of them.
-        - **labels** (Tensor) - The same shape: the tokens of answers, elsewhere the label that does not count.
-        - **answers** (Tensor) - The same shape: the number of the answer in its row of the data that a label belongs
-          to, -1 for none. Example k has the answers 2k (chosen, or the one that is judged) and 2k + 1 (rejected, or
-          another example's).
+        - **labels** (Tensor) - The same shape: the answers' tokens, and elsewhere the label that does not count.
+        - **answers** (Tensor) - The same shape: the number, within the row of the data, of the answer to which a label
+          belongs, -1 for none. Example k has the answers 2k (chosen or judged) and 2k + 1 (rejected, or another
+          example's).
         - **marks** (Tensor) - int32 [batch, K], the column ``pairs`` or ``judgments``: 1 for a pair and for a desirable
-          answer, -1 for an undesirable one, 0 where the row has no k-th example.
-        - **reference** (Tensor) - The log-probabilities of the reference as to_column gives them, in the shape of
+          answer, -1 for an undesirable one, 0 if the row has no k-th example.
+        - **reference** (Tensor) - The log-probabilities of the reference, as returned by to_column, in the shape of
           labels, if settings.precomputed_reference is True.
 
     Outputs:
-        Tuple (total, sums): the sum of the losses, float32 [], and SUMS, float32 [len(SUMS)], of which the first is the
-        number of examples.
+        Tuple (total, sums): the sum of the losses, float32 [], and SUMS, float32 [len(SUMS)], the first of which is the
+            number of examples.
     """
 
     def __init__(self, network: nn.Cell, reference: Optional[nn.Cell], settings: PreferenceSettings):
@@ -147,7 +148,7 @@ class PreferenceLoss(CompiledOnce):
         self.one_hot = ops.OneHot()
         self.on = Tensor(1, mstype.float32)
         self.off = Tensor(0, mstype.float32)
-        # e to this power is near the largest float32.
+        # exp of this is near the largest float32.
         self.farthest = Tensor(88, mstype.float32)
 
     def construct(
@@ -173,7 +174,7 @@ class PreferenceLoss(CompiledOnce):
         if self.normalizes:
             compared = compared / ops.maximum(lengths, self.on)
         judged = marks.astype(mstype.float32)
-        # Where there is no example, a score of 0 would have infinite odds.
+        # Without an example, a score of 0 would have infinite odds.
         compared = compared + (exists - 1).expand_dims(-1)
         if self.pairs:
             losses = self.pair_loss(compared[:, :, 0], compared[:, :, 1], self.beta, self.smoothing, self.margin)
@@ -189,10 +190,10 @@ class PreferenceLoss(CompiledOnce):
         return (losses * exists).sum(), sums
 
     def places(self, answers: Tensor) -> Tensor:
-        """Returns the answer that each of the network's N positions tells something of, int32 [rows, N], or -1.
+        """Returns the number of the answer that each of the network's N positions describes, int32 [rows, N], or -1.
 
-        A log-probability is that of the next token. A score counts at the last token of an answer; at the one before if
-        that is the last of the row, which the network does not see.
+        A position's log-probability belongs to the next token. A score counts at the last token of an answer, or at the
+        one before it if the last token ends the row, where the network does not see it.
         """
         here, following = answers[:, :-1], answers[:, 1:]
         if not self.has_scores:
@@ -202,19 +203,19 @@ class PreferenceLoss(CompiledOnce):
         return ops.concat((ends[:, :-1], last), 1)
 
     def reference_of(self, tokens: Tensor, labels: Tensor, column: Optional[Tensor]) -> Tensor:
-        """Returns the log-probabilities of the reference, float32 [rows * N], computed or from the data."""
+        """Returns the reference's log-probabilities, float32 [rows * N], computed or from the data."""
         if self.reference is not None:
             return self.reference(tokens, labels)
         return from_column(column.reshape(labels.shape)[:, 1:]).reshape((-1,))
 
     def of_answers(self, log_probabilities: Tensor, which: Tensor, lengths: Tensor) -> Tensor:
-        """Returns the log-probability of each answer, float32 [batch, examples, 2], from those of its tokens."""
+        """Returns each answer's log-probability, float32 [batch, examples, 2], from its tokens' log-probabilities."""
         of_tokens = ops.broadcast_to(log_probabilities.reshape((which.shape[0], -1, 1)), which.shape)
-        # Selected, not multiplied: what a token of another answer has may be infinite.
+        # Selected, not multiplied: values of another answer's tokens may be infinite.
         return ops.select(which > 0, of_tokens, ops.zeros_like(which)).sum(1).reshape(lengths.shape)
 
     def sums(self, scores: Tensor, policy: Tensor, lengths: Tensor, judged: Tensor, kl: Tensor) -> Tensor:
-        """Returns SUMS, of pairs or of single answers."""
+        """Returns SUMS for pairs or for single answers."""
         rewards = self.beta * scores
         if self.pairs:
             is_chosen = is_rejected = exists = judged
@@ -245,9 +246,9 @@ class PreferenceLoss(CompiledOnce):
 
 
 def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> Dict[str, float]:
-    """Returns MEASURES as SUMS tell them: means over examples, or over the chosen and over the rejected answers.
+    """Returns MEASURES computed from SUMS: means over examples, or over the chosen and the rejected answers.
 
-    Losses without a reference have no kl. What no example tells is left out.
+    Losses without a reference have no kl. Measures without an example are left out.
     """
     total = dict(zip(SUMS, map(float, sums)))
     measures = {}
@@ -261,11 +262,11 @@ def preference_measures(sums: Sequence[float], settings: PreferenceSettings) -> 
     if total["examples"]:
         measures["reward_accuracy"] = total["right"] / total["examples"]
     if total["examples"] and settings.kind.uses_reference:
-        # Both answers of a pair tell; for a judged answer KTO estimates it by the other example's.
+        # Both answers of a pair count; for a judged answer, KTO estimates the distance from the other example's answer.
         measures["kl"] = total["kl"] / (total["examples"] * (2 if settings.kind.pairs else 1))
     return measures
 
 
 def answer_tokens(sums: Union[np.ndarray, Tensor]) -> Union[np.floating, Tensor]:
-    """Returns how many tokens of answers SUMS, float32 [len(SUMS)], counts: float32 []."""
+    """Returns the number of answer tokens in SUMS, float32 [len(SUMS)]: float32 []."""
     return sums[_TOKENS_CHOSEN] + sums[_TOKENS_REJECTED]

@@ -1,4 +1,4 @@
-"""Preference training on a model of MindFormers' PyNative Trainer: log-probabilities of labels, and the reference."""
+"""Preference training under MindFormers' PyNative Trainer: log-probabilities of labels, and the reference."""
 
 import contextlib
 from typing import Iterator
@@ -14,13 +14,12 @@ from mindlora.training.pynative.evaluation import EvaluatedModel
 
 
 class RowLogProbabilities(EvaluatedInPieces):
-    """The log-probability of each label but the first of rows, which a PyNative model computes; of a reward model, the
-    score of each token but the last.
+    """The log-probability of each label except the first; for a reward model, each score except the last.
 
     Args:
-        network (EvaluatedModel): The model as it answers in evaluation. In training, the model returns logits too
-            (GPTModel.return_logits), or what its head takes where put_loss_in_pieces was called.
-        has_scores (bool): Whether it is a reward model, whose logits are one score for each token.
+        network (EvaluatedModel): The model in evaluation. In training, the model returns logits too
+            (GPTModel.return_logits), or its head's input if put_loss_in_pieces was called.
+        has_scores (bool): Whether the model is a reward model, whose logits are one score per token.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -35,7 +34,7 @@ class RowLogProbabilities(EvaluatedInPieces):
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
-        # The Trainer sets the mode of the model alone.
+        # The Trainer sets only the model's mode.
         model = self.network.network
         if model.training:
             logits = model(input_ids=tokens, labels=tokens)
@@ -51,19 +50,19 @@ class RowLogProbabilities(EvaluatedInPieces):
         counted = labels >= 0
         safe_labels = ops.select(counted, labels, ops.zeros_like(labels))
         picked = ops.gather_elements(log_probabilities, 1, safe_labels.expand_dims(1)).squeeze(1)
-        # Selected, not multiplied: what does not count may be infinite.
+        # Selected, not multiplied: values that do not count may be infinite.
         return ops.select(counted, picked, ops.zeros_like(picked))
 
 
 class BaseLogProbabilities(nn.Cell):
-    """What RowLogProbabilities gives of the model with its adapters off, and without noise and dropout.
+    """RowLogProbabilities of the model with its adapters off, without noise or dropout.
 
     Inputs and outputs are those of RowLogProbabilities.
     """
 
     def __init__(self, policy: RowLogProbabilities):
         super().__init__(auto_prefix=False)
-        # Not a child: its mode is switched for a while.
+        # Not a child cell: its mode is switched temporarily.
         self._policy = (policy,)
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -79,7 +78,7 @@ class BaseLogProbabilities(nn.Cell):
 
 @contextlib.contextmanager
 def _adapters_off(network: nn.Cell) -> Iterator[None]:
-    """Lets cells with adapters compute what their base computes, for a while."""
+    """Switches adapters off temporarily, so that their cells compute only the base's output."""
     cells = [cell for _, cell in lora_cells(network)]
     for cell in cells:
         cell.construct = cell.without_adapter
@@ -91,8 +90,7 @@ def _adapters_off(network: nn.Cell) -> Iterator[None]:
 
 
 def pynative_preference_loss(evaluated: EvaluatedModel, settings: PreferenceSettings) -> PreferenceLoss:
-    """Returns the loss of a PyNative model on preferences; the model with its adapters off is the reference, unless the
-    data has one.
+    """Returns a PyNative model's loss on preferences; its base is the reference, unless the data has one.
 
     In training, the model returns logits from then on.
     """

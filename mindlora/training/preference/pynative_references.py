@@ -1,4 +1,4 @@
-"""The reference of preference training, computed once by MindFormers' PyNative Trainer and kept with its data."""
+"""The reference of preference training, computed once by MindFormers' PyNative Trainer and stored in the data."""
 
 from typing import Any, Dict, Optional, Sequence
 
@@ -25,7 +25,7 @@ _LOADER = "train_dataset.dataloader"
 
 
 class _Kept(Exception):
-    """Ends a Trainer before its first step, when the data has the reference."""
+    """Raised to end a Trainer before its first step, when the data has the reference."""
 
     def __init__(self, counts: Dict[str, int]):
         super().__init__()
@@ -33,11 +33,11 @@ class _Kept(Exception):
 
 
 class ReferenceWriter(TrainerCallback):
-    """Adds the log-probabilities of the model with which a run begins to its data, and ends the run.
+    """Adds the initial model's log-probabilities to the run's data, and ends the run.
 
     Args:
         files (sequence of str): The MindRecords.
-        batch_size (int): Rows that are computed at once.
+        batch_size (int): Rows computed at once.
     """
 
     def __init__(self, files: Sequence[str], batch_size: int):
@@ -45,7 +45,7 @@ class ReferenceWriter(TrainerCallback):
         self.batch_size = batch_size
 
     def on_train_begin(self, args: Any, state: Any, model: Sequence[nn.Cell] = (), **kwargs: Any) -> None:
-        """Raises _Kept."""
+        """Writes the reference, then raises _Kept."""
         (network,) = model
         gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
         loss = pynative_preference_loss(EvaluatedModel(network, gpt), preference_of(network))
@@ -57,7 +57,7 @@ MindFormerRegister.register_cls(ReferenceWriter, MindFormerModuleType.CALLBACK, 
 
 
 def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[int] = None) -> Dict[str, int]:
-    """Does what keep_reference of graph mode does, for a YAML of the PyNative Trainer; as that one."""
+    """Stores the reference for a YAML of the PyNative Trainer, like keep_reference of graph mode."""
     content = pynative_run.build_config(*parse(["--config", config, "--mode", "1", *overrides]))
     node = content.get("preference")
     if not node:
@@ -77,7 +77,7 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         raise ConfigError(
             f"{_LOADER} names no MindRecord that is there. Name the training data with --{_LOADER}.dataset_files."
         )
-    # Where the YAML does not say so yet, it names other columns.
+    # If the YAML does not set it yet, it names other columns.
     value_at(content, _LOADER)["column_names"] = list(settings.kind.columns)
     rows = batch_size or value_at(content, "training.local_batch_size") or 1
     content["callbacks"] = [{"type": WRITER, "files": paths, "batch_size": rows}]
@@ -86,4 +86,4 @@ def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[i
         pynative_run.make_trainer(content).train()
     except _Kept as kept:
         return kept.counts
-    raise ConfigError(f"MindFormers' Trainer ended before it called {WRITER}: its log says why. Correct that.")
+    raise ConfigError(f"MindFormers' Trainer ended before it called {WRITER}: its log says why. Correct the cause.")

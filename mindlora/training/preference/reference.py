@@ -1,5 +1,7 @@
-"""The reference of preference training: the network as training finds it, with the base's own parameters,
-and its log-probabilities that are kept with the data: their form, and which reference they are of."""
+"""The reference of preference training: the initial network, and its log-probabilities in the data.
+
+The network shares the base's parameters. The data also holds the reference's fingerprint.
+"""
 
 import hashlib
 import itertools
@@ -21,17 +23,17 @@ from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.run.checks.data_rows import Row
 from mindlora.training.preference.settings import REFERENCE, REFERENCE_FINGERPRINT
 
-# MindFormers reads columns as int32. These are steps of 2^-22 nats, which is as fine as float32 is at 2 to 4 nats.
+# MindFormers reads columns as int32. The unit is 2^-22 nats, as fine as float32 at 2 to 4 nats.
 _STEPS = 1 << 22
 
 
 def reference_network(network: nn.Cell) -> nn.Cell:
-    """Returns cells that compute what ``network`` computes now, whatever it is trained to.
+    """Returns a network that keeps computing what ``network`` computes now, however it is trained.
 
-    They have the frozen parameters of ``network``, so the base is in memory once. An adapter that is new, and adds
-    nothing yet, is left out. What else trains, such as an adapter that was loaded, is copied.
+    It shares the frozen parameters of ``network``, so the base is in memory once. A new adapter, which adds nothing
+    yet, is left out. Other trainable parameters, such as a loaded adapter, are copied.
 
-    Raises ConfigError if the adapters are still to be made from the base (lora_init: pissa and its kin).
+    Raises ConfigError if the adapters have yet to be initialized from the base (lora_init: pissa and similar).
     """
     waiting = [path for path, cell in lora_cells(network) if cell.will_change_base]
     if waiting:
@@ -42,7 +44,7 @@ def reference_network(network: nn.Cell) -> nn.Cell:
             "orpo or cpo."
         )
     new = [cell for _, cell in lora_cells(network) if adds_nothing(cell)]
-    # Several adapters begin as new ones.
+    # Several adapters always begin as new ones.
     new += [cell for _, cell in network.cells_and_names() if isinstance(cell, StackedLoRADense)]
     left_out = {id(parameter) for cell in new for parameter in cell.lora_parameters()}
     trained = [p for p in network.get_parameters() if p.requires_grad and id(p) not in left_out]
@@ -57,7 +59,7 @@ def reference_network(network: nn.Cell) -> nn.Cell:
 
 
 def adds_nothing(cell: LoRACell) -> bool:
-    """Returns whether an adapter leaves the base's output as it is, because it is new."""
+    """Returns whether an adapter is new and so leaves the base's output unchanged."""
     zero_part = cell.parts()[cell.variant.zero_part]
     return bool(zero_part.has_init) or not np.any(zero_part.asnumpy())
 
@@ -80,16 +82,15 @@ def to_column(log_probabilities: np.ndarray) -> np.ndarray:
 
 
 def from_column(column: Tensor) -> Tensor:
-    """Returns what to_column was given, as a float32 tensor."""
+    """Returns the log-probabilities given to to_column, as a float32 tensor."""
     return column.astype(mstype.float32) * (1 / _STEPS)
 
 
 def reference_fingerprint(network: nn.Cell) -> np.ndarray:
-    """Returns what tells a reference from another one, int32 [8]: a hash of the network with which training begins.
+    """Returns a hash that identifies a reference, the network with which training begins: int32 [8].
 
-    The base's weights have their values, and a lora_init that changes the base has not been carried out: then it is
-    told by its settings, which with the base determine it. Of the base, samples are hashed; of what trains, all that
-    was loaded.
+    The base must be loaded, and a lora_init that changes the base not yet carried out: its settings are hashed, which
+    together with the base determine it. It hashes samples of the base and all trainable values that were loaded.
     """
     content = hashlib.sha256()
     of_adapters = set()
@@ -98,7 +99,7 @@ def reference_fingerprint(network: nn.Cell) -> np.ndarray:
         if cell.will_change_base:
             content.update(f"{path} {cell.lora_init} {cell.lora_rank} {cell.scale};".encode())
         elif not adds_nothing(cell):
-            # What the same tensors do depends on these.
+            # Settings that change what the same tensors compute.
             content.update(f"{path} {cell.variant.name} {cell.scale} {cell.invocation_tokens};".encode())
             loaded = [*cell.lora_parameters(), *cell.shared_parts().values()]
             _add(content, {parameter.name: parameter for parameter in loaded}, _all_elements)
@@ -122,15 +123,16 @@ def _all_elements(array):
 
 
 def add_reference(paths: Sequence[str], network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Dict[str, int]:
-    """Replaces each MindRecord by one with the columns of the reference; returns path -> number of rows.
+    """Adds the reference's columns to each MindRecord, replacing the file; returns path -> number of rows.
 
     Args:
         paths (sequence of str): The MindRecords.
-        network (Cell): The reference: it gives the log-probabilities of labels, as PreferenceLoss takes them.
-        fingerprint (np.ndarray): What reference_fingerprint says of it.
+        network (Cell): The reference, which returns the log-probabilities of labels in the form that PreferenceLoss
+            takes.
+        fingerprint (np.ndarray): The reference's reference_fingerprint.
         batch_size (int): Rows that are computed at once.
 
-    Raises LoraError if a file cannot be read or written; it then stays as it is.
+    Raises LoraError if a file cannot be read or written, which leaves the file unchanged.
     """
     counts = {}
     for path in dict.fromkeys(paths):
@@ -140,10 +142,10 @@ def add_reference(paths: Sequence[str], network: nn.Cell, fingerprint: np.ndarra
 
 
 def _with_reference(path: str, network: nn.Cell, fingerprint: np.ndarray, batch_size: int) -> Iterator[Row]:
-    """Yields the rows of a MindRecord with the columns of the reference."""
+    """Yields the rows of a MindRecord with the reference's columns."""
     rows = first_rows(path, None)
     while batch := list(itertools.islice(rows, batch_size)):
-        # The last batch is as large as the others, so that nothing is compiled for it.
+        # The last batch is as large as the others, so that it needs no compilation.
         full = batch + batch[-1:] * (batch_size - len(batch))
         tokens = np.stack([row["input_ids"] for row in full])
         columns = _reference(network, tokens, np.stack([row["labels"] for row in full]))
@@ -152,7 +154,7 @@ def _with_reference(path: str, network: nn.Cell, fingerprint: np.ndarray, batch_
 
 
 def _reference(network: nn.Cell, tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Returns the column ``reference`` of a batch, in the shape of its labels; nothing predicts a first token."""
+    """Returns the column ``reference`` of a batch, in the shape of its labels; no position predicts a first token."""
     width = tokens.shape[-1]
     found = network(*(Tensor(array.reshape(-1, width).astype(np.int32)) for array in (tokens, labels)))
     column = np.zeros((labels.size // width, width), np.int32)

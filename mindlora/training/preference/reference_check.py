@@ -1,4 +1,4 @@
-"""ReferenceCheck: before the first step, compares the reference in the data with the network as training finds it."""
+"""ReferenceCheck: compares the reference in the data with the initial network, before the first step."""
 
 from typing import Sequence
 
@@ -16,7 +16,7 @@ from mindlora.training.preference.settings import REFERENCE_FINGERPRINT
 
 @register
 class ReferenceCheck(Callback):
-    """Refuses data whose log-probabilities are those of another reference than the run begins with.
+    """Refuses data whose log-probabilities come from a reference other than the run's initial network.
 
     mindlora-run adds it to a run with ``preference: {precomputed_reference: True}``.
 
@@ -29,12 +29,12 @@ class ReferenceCheck(Callback):
         self.files = list(files)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Compares the two, before an adapter is initialized or a run is resumed.
+        """Compares the two references, before an adapter is initialized or a run is resumed.
 
         Raises DataError if they differ.
         """
         network = run_context.original_args().train_network
-        # Under the PyNative Trainer, the network was looked at before that.
+        # Under the PyNative Trainer, the network's fingerprint was taken earlier.
         found = getattr(train_step_of(network), "reference", None)
         if found is None:
             found = reference_fingerprint(base_of(network))

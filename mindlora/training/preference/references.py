@@ -1,4 +1,4 @@
-"""The reference of preference training, computed once for a MindFormers YAML and kept with its data."""
+"""The reference of preference training, computed once for a MindFormers YAML and stored in its data."""
 
 import itertools
 from typing import Dict, Optional, Sequence
@@ -33,11 +33,11 @@ from mindlora.training.step.packing import boundary_of, install_segment_mask
 
 
 def keep_reference(config: str, overrides: Sequence[str], batch_size: Optional[int] = None) -> Dict[str, int]:
-    """Adds the log-probabilities of the reference to all rows that a YAML's run learns from or is judged by.
+    """Adds the reference's log-probabilities to all rows on which a YAML's run trains or is evaluated.
 
     The reference is the network with which the run begins: the base with the adapter of pet_config, in evaluation mode.
-    Each MindRecord is replaced by one with two columns more, ``reference`` and ``reference_fingerprint``; if anything
-    fails, it stays as it is. ``batch_size`` rows are computed at once, by default as many as the run trains on.
+    Each MindRecord is replaced by one with two more columns, ``reference`` and ``reference_fingerprint``; if anything
+    fails, it stays unchanged. ``batch_size`` rows are computed at once, by default the batch size of training.
 
     Returns:
         dict of path -> number of rows.
@@ -85,7 +85,7 @@ def _settings(yaml: MindFormerConfig) -> PreferenceSettings:
 
 
 def _network(yaml: MindFormerConfig, batch_size: int) -> nn.Cell:
-    """Returns the network with which the run begins, but for a lora_init that changes the base."""
+    """Returns the run's initial network, without a lora_init that changes the base."""
     pet_config = yaml.model.model_config.pet_config
     if pet_config:
         expand_pet_type(pet_config)

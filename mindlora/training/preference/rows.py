@@ -1,7 +1,6 @@
-"""Preferences as people store them, to a prompt and its answers: TRL's, LLaMA-Factory's, Anthropic's, UltraFeedback's.
+"""Preferences in the layouts of TRL, LLaMA-Factory, Anthropic and UltraFeedback, read as a prompt and its answers.
 
-A row holds a pair, the chosen and the rejected answer to one prompt, or one answer with a label that says whether it is
-desirable::
+A row holds a pair, the chosen and the rejected answer to one prompt, or one answer labeled as desirable or not::
 
     {"prompt", "chosen", "rejected"}         texts, or lists of messages (TRL)
     {"chosen", "rejected"}                   the same with the prompt in both, as their common beginning (TRL,
@@ -31,12 +30,12 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 class Preference(NamedTuple):
-    """A prompt and the answers to it, texts all of them or lists of messages for a chat template.
+    """A prompt and the answers to it, all of them texts or lists of messages for a chat template.
 
     Attributes:
-        prompt (str or list of dict): What is answered.
-        answers (tuple): The chosen and the rejected answer, or the one that is judged.
-        desirable (bool or None): Whether the one answer is desirable; None for a pair.
+        prompt (str or list of dict): The prompt.
+        answers (tuple): The chosen and the rejected answer, or the judged answer.
+        desirable (bool or None): Whether the judged answer is desirable; None for a pair.
         tools (list of dict or None): As in Conversation.
     """
 
@@ -68,14 +67,14 @@ def read_preference(record: Any) -> Preference:
 
 
 def _value(value):
-    """Returns the messages or the label that a JSON string stands for, as tables hold them; else the value."""
+    """Returns the messages or label of a JSON string, the form that tables store; otherwise the value."""
     read = from_json(value)
     entries = read if isinstance(read, list) else [read]
     return read if isinstance(read, bool) or all(isinstance(entry, dict) for entry in entries) else value
 
 
 def _judged(present):
-    """Returns the prompt, the one answer, and whether it is desirable."""
+    """Returns the prompt, the single answer, and whether it is desirable."""
     label = present["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise UnusableRow('a "label" that is neither true nor false')
@@ -111,7 +110,7 @@ def _pair(present):
 
 
 def _text(value, field):
-    """Returns a text, or the messages of a list or of one object."""
+    """Returns a text, or the messages of a list or single object."""
     if isinstance(value, str):
         return value
     entries = [value] if isinstance(value, dict) else value
@@ -130,11 +129,11 @@ def _dialogue(text):
 
 
 def _common_beginning(chosen, rejected):
-    """Returns the prompt that two conversations begin with, and what follows in each: from an assistant's turn on."""
+    """Returns the common prompt of two conversations, and the rest of each, which begins with an assistant's turn."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise UnusableRow("one answer is a text and the other messages")
     length = _common_length(chosen, rejected)
-    # Where the answers begin alike, or are the same, the last turn of the assistant is what was judged.
+    # If the answers begin alike, or are the same, the assistant's last turn was judged.
     while length and not (length < min(len(chosen), len(rejected)) and chosen[length]["role"] == "assistant"):
         length -= 1
     if not length:
@@ -144,7 +143,7 @@ def _common_beginning(chosen, rejected):
 
 def _common_text(chosen, rejected):
     length = _common_length(chosen, rejected)
-    # A word is not cut in two.
+    # Do not split a word.
     length = chosen.rfind(" ", 0, length) if not chosen[:length].endswith("\n") else length
     if length <= 0:
         raise UnusableRow('no "prompt", and two texts without a common beginning')
@@ -152,7 +151,7 @@ def _common_text(chosen, rejected):
 
 
 def _common_length(first, second):
-    """Returns how many characters or messages two texts or conversations begin with alike."""
+    """Returns the length of the common beginning of two texts or conversations, in characters or messages."""
     differing = (number for number, (one, other) in enumerate(zip(first, second)) if one != other)
     return next(differing, min(len(first), len(second)))
 

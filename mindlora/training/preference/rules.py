@@ -1,4 +1,4 @@
-"""Preference training: what runner_wrapper.preference needs from the rest of a YAML, and from the data."""
+"""Rules of preference training: what runner_wrapper.preference requires of the rest of a YAML and of the data."""
 
 from typing import Any, Iterator, Mapping, Optional, Sequence
 
@@ -12,16 +12,16 @@ from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.preference.settings import REFERENCE, WRITER, PreferenceSettings, preference_settings
 
 KEY = "runner_wrapper.preference"
-# Where it is in a YAML of the PyNative Trainer.
+# The place of ``preference`` in a YAML of the PyNative Trainer.
 _AT_THE_TOP = "preference"
-# The column that only rows of preferences have.
+# A column that only rows of preferences have.
 ANSWERS = "answers"
-# What writes the columns of a run, without the reference among them and with it.
+# The commands that write the columns of a run, without and with the reference.
 _WRITERS = ("the columns that mindlora data preference writes", "the last of which mindlora reference adds")
 
 
 def check_preference(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each setting that keeps a training run from learning from preferences as the YAML asks."""
+    """Yields an error for each setting with which a training run cannot learn from preferences."""
     if run.preference is None or not run.trains:
         return
     try:
@@ -86,8 +86,7 @@ def _check_mcore(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding
 
 
 def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[FirstRows] = None) -> Iterator[Finding]:
-    """Yields an error for each thing that keeps a run of MindFormers' PyNative Trainer from learning as ``preference``
-    at the top of its YAML asks, or from learning labels where it does not.
+    """Yields the errors of a PyNative Trainer YAML's ``preference``, or of preference data without that node.
 
     Args:
         config (mapping): The content of the YAML.
@@ -101,7 +100,7 @@ def check_pynative_preference(config: Mapping[str, Any], first_rows: Optional[Fi
         except ConfigError as refusal:
             yield error(_AT_THE_TOP, str(refusal))
             return
-        # `mindlora reference` is about to add what the data lacks.
+        # `mindlora reference` is about to add the missing columns.
         callbacks = [callback for callback in config.get("callbacks") or [] if isinstance(callback, Mapping)]
         types = [callback.get("type") for callback in callbacks]
         columns = settings.kind.columns if WRITER in types else settings.columns
@@ -151,8 +150,9 @@ def _check_pynative_settings(config, settings: PreferenceSettings, needed: Seque
 
 
 def check_preference_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Finding]:
-    """Yields an error for each file of a training run that holds preferences where labels are learned, or labels where
-    preferences are, or preferences of another kind. The settings must have no mistakes.
+    """Yields an error for each training file whose rows are not of the kind that the run learns.
+
+    The settings must have passed the checks.
     """
     if not run.trains:
         return
@@ -166,7 +166,7 @@ def check_preference_rows(run: YamlRun, first_rows: FirstRows) -> Iterator[Findi
 
 
 def _problem(row, settings: Optional[PreferenceSettings], columns: Sequence[str], key: str = KEY):
-    """Returns what is wrong with a row that must have these columns, and what to do, or None."""
+    """Returns the fault of a row that must have these columns, with the remedy, or None."""
     if settings is None:
         if ANSWERS in row:
             return "holds preferences, but the run learns labels.", f"Set {key}: {{loss: dpo}}, or kto for judgments."

@@ -1,4 +1,4 @@
-"""PreferenceSettings: what a run learns from preferences, as a YAML's runner_wrapper.preference says it."""
+"""PreferenceSettings: how a run learns from preferences, from a YAML's runner_wrapper.preference."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
@@ -8,31 +8,31 @@ from mindlora.core.fields import NOT_NEGATIVE, POSITIVE, Range, check_flag, chec
 from mindlora.core.text import suggestion
 
 _SMOOTHING = Range("a number from 0 to below 0.5", lambda value: 0 <= value < 0.5)
-# What is reported of a step and of held-out data, as far as the loss has it: means over answers, or over examples.
+# The measures reported for a step and for held-out data, if the loss has them: means over answers, or over examples.
 MEASURES = (
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy"),
     *("log_probability_chosen", "log_probability_rejected", "tokens_chosen", "tokens_rejected", "kl"),
 )
-# The columns that ``mindlora reference`` adds: log-probabilities of the reference, and the fingerprint of that.
+# The columns that ``mindlora reference`` adds: the reference's log-probabilities, and its fingerprint.
 REFERENCE, REFERENCE_FINGERPRINT = "reference", "reference_fingerprint"
-# The callback of MindFormers' PyNative Trainer by which it does.
+# The callback that adds them under MindFormers' PyNative Trainer.
 WRITER = "ReferenceWriter"
-# The settings that not all losses have.
+# Settings that only some losses have.
 _OWN = ("label_smoothing", "margin", "desirable_weight", "undesirable_weight")
 
 
 class LossKind(NamedTuple):
-    """What the losses of preferences differ in, beside their equation (mindlora.training.preference.loss).
+    """The properties of a preference loss, apart from its equation (mindlora.training.preference.loss).
 
     Attributes:
-        source (str): Its paper and year.
+        source (str): The loss's paper and year.
         keys (tuple of str): The settings of _OWN that it has.
-        uses_reference (bool): Whether it compares with the reference, or takes log-probabilities as they are.
-        length_normalization (bool): Its default of that setting.
-        sft_weight (float): Likewise.
-        beta (float): Likewise.
-        pairs (bool): Whether it learns from pairs; else from single answers, each desirable or not.
-        scores (bool): Whether it compares a reward model's scores, and not log-probabilities.
+        uses_reference (bool): Whether it compares with the reference, instead of using plain log-probabilities.
+        length_normalization (bool): The loss's default of that setting.
+        sft_weight (float): The loss's default of that setting.
+        beta (float): The loss's default of that setting.
+        pairs (bool): Whether it learns from pairs, not from single desirable or undesirable answers.
+        scores (bool): Whether it compares a reward model's scores instead of log-probabilities.
     """
 
     source: str
@@ -46,7 +46,7 @@ class LossKind(NamedTuple):
 
     @property
     def columns(self) -> Tuple[str, ...]:
-        """The columns that ``mindlora data preference`` writes for it."""
+        """The columns that ``mindlora data preference`` writes for this loss."""
         return "input_ids", "labels", "answers", "pairs" if self.pairs else "judgments"
 
 
@@ -66,24 +66,24 @@ LOSSES: Dict[str, LossKind] = {
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """How a run learns from preferences; docs/preferences.md has the equations.
+    """Settings of learning from preferences; docs/preferences.md has the equations.
 
     Args:
         loss (str): dpo, ipo, hinge, kto, simpo, orpo, cpo, or for a reward model reward. Default: "dpo".
-        beta (float): How strongly the answers are weighed against the reference; of orpo, the weight of the odds
+        beta (float): How strongly the answers are weighed against the reference; for orpo, the weight of the odds
             ratio. Default: None, 0.1, and 2 for simpo, 1 for reward.
-        label_smoothing (float): Share of the pairs that are taken to be the wrong way round: dpo, simpo, cpo. Default:
+        label_smoothing (float): Share of the pairs assumed to be the wrong way round: dpo, simpo, cpo. Default:
             0.
-        margin (float): By how much simpo wants the reward of the chosen answer to be larger. Default: None, 0.5 for
-            simpo.
+        margin (float): Target difference between the rewards of the chosen and the rejected answer for simpo. Default:
+            None, 0.5 for simpo.
         desirable_weight (float): Weight of kto's desirable answers. Default: 1.
         undesirable_weight (float): Weight of kto's undesirable answers. Default: 1.
         length_normalization (bool): Whether log-probabilities are means over the tokens of an answer, not sums.
-            Default: None, True for ipo, simpo and orpo alone.
-        sft_weight (float): Weight of the mean cross entropy of the chosen answers (of kto, the desirable ones), which
+            Default: None, True only for ipo, simpo and orpo.
+        sft_weight (float): Weight of the mean cross entropy of the chosen answers (for kto, the desirable ones), which
             is added to the loss. Default: None, 1 for orpo and cpo, and 0 for the others.
-        precomputed_reference (bool): Whether the log-probabilities of the reference are in the data, where ``mindlora
-            reference`` has put them. Default: False, each step computes them.
+        precomputed_reference (bool): Whether the data holds the reference's log-probabilities, from ``mindlora
+            reference``. Default: False, each step computes them.
 
     Raises:
         ConfigError: A value is out of range, or belongs to another loss.
@@ -129,12 +129,12 @@ class PreferenceSettings:
 
     @property
     def kind(self) -> LossKind:
-        """What its loss is."""
+        """The kind of the loss."""
         return LOSSES[self.loss]
 
     @property
     def columns(self) -> Tuple[str, ...]:
-        """The columns of its data, in the order in which the train step takes them."""
+        """The columns of the data, in the order of the train step's inputs."""
         return (*self.kind.columns, REFERENCE) if self.precomputed_reference else self.kind.columns
 
 

@@ -1,4 +1,4 @@
-"""Preference training on MindFormers' models: log-probabilities of labels in place of a loss, and the reference."""
+"""Preference training on MindFormers' models: log-probabilities of labels instead of a loss, and the reference."""
 
 from mindspore import nn
 
@@ -11,7 +11,7 @@ from mindlora.training.preference.settings import PreferenceSettings
 
 
 def reference_of(policy: RowLogProbabilities) -> RowLogProbabilities:
-    """Returns the log-probabilities of the model as training finds it, without a second copy of the base."""
+    """Returns a cell for the initial model's log-probabilities, without a second copy of the base."""
     reference = reference_network(policy.network)
     mark_reference(reference)
     set_differentiates(reference, False)
@@ -19,7 +19,7 @@ def reference_of(policy: RowLogProbabilities) -> RowLogProbabilities:
 
 
 def preference_loss(network: nn.Cell, settings: PreferenceSettings) -> PreferenceLoss:
-    """Returns the loss of a MindFormers model on preferences. The loss of the model is replaced in place.
+    """Returns a MindFormers model's loss on preferences. The model's own loss is replaced in place.
 
     Raises ConfigError if the model's loss does not get the logits of all tokens, or the reference is missing.
     """

@@ -1,1 +1,1 @@
-"""What MindFormers' PyNative Trainer runs: its model with mindlora's adapters, which it treats as its own."""
+"""Training under MindFormers' PyNative Trainer: its model with mindlora's adapters, which it treats as its own."""

@@ -1,8 +1,8 @@
-"""A step of MindFormers' PyNative Trainer with mindlora, and mindlora's callbacks, of another form than the Trainer's.
+"""A step of MindFormers' PyNative Trainer with mindlora, and mindlora's callbacks, which have another interface.
 
-Callbacks see what MindSpore's Model shows one, as in graph mode: the run is one epoch of all its steps. Each function
-called with_... takes a method of the Trainer, and returns the one that gets its name: for rows, weights of
-micro-batches and skipped updates.
+Callbacks see the parameters of MindSpore's Model, as in graph mode: the run is one epoch of all its steps. Each
+function called with_... takes a method of the Trainer and returns its replacement: for rows, weights of micro-batches
+and skipped updates.
 """
 
 import functools
@@ -45,10 +45,10 @@ from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  #
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class LoraCheckpoint(lora_checkpoint.LoraCheckpoint):
-    """Saves the adapter without the base while training: every save_steps steps, at the end, and the best one.
+    """Saves the adapter without the base while training: every save_steps steps, at the end, and the best so far.
 
-    ``directory`` gets step_N, as PEFT writes it, and best; rank 0 writes them. What an earlier run saved there after
-    the step at which this run starts is moved into earlier_run_1, earlier_run_2 and so on. A run is resumed from
+    ``directory`` holds step_N, in PEFT's format, and best; rank 0 writes them. Anything that an earlier run saved there
+    after the step at which this run starts is moved into earlier_run_1, earlier_run_2 and so on. A run is resumed from
     MindFormers' own checkpoints (checkpoint.load_path), which hold the optimizer too.
 
     Args:
@@ -56,11 +56,11 @@ class LoraCheckpoint(lora_checkpoint.LoraCheckpoint):
         directory (str): Folder to write to. Default: None, lora_checkpoint in the output folder of MindFormers.
         keep_last (int): How many step folders to keep. Default: 3.
         best_metric (str): The metric that decides which adapter is best: ``loss``, the mean training loss since the
-            last save, or one that a callback reports, such as ``held_out_loss``. Default: "loss".
+            last save, or a metric that a callback reports, such as ``held_out_loss``. Default: "loss".
         best_mode (str): "min" if a smaller metric is better, "max" if a larger one is. Default: "min".
 
     Raises:
-        ConfigError: An argument is out of range or for graph mode alone, or the metric is not reported.
+        ConfigError: An argument is out of range or only for graph mode, or the metric is not reported.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class LoraCheckpoint(lora_checkpoint.LoraCheckpoint):
         super().__init__(save_steps, directory, keep_last, best_metric, best_mode)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Sets earlier saves aside."""
+        """Moves earlier saves aside."""
         self.last_saved = run_context.original_args().cur_step_num
         if get_real_rank() == 0:
             training_state.set_aside(self.directory, self.last_saved)
 
     def is_sharded(self, params: InternalCallbackParam) -> bool:
-        """Returns False: callbacks run where each process has the whole model."""
+        """Returns False: callbacks run only if each process has the complete model."""
         return False
 
     def write(self, folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]]) -> None:
-        """Writes the adapter alone."""
+        """Writes only the adapter."""
         collect_state(params.train_network)
         training_state.save_adapter(folder, params)
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values: MindFormers saves at other steps than this callback."""
+        """Returns the state that a resumed run needs, as JSON values: MindFormers saves at steps of its own."""
         return {"losses": self.losses}
 
     def restore_training_state(self, state: Mapping[str, Any]) -> None:
@@ -107,14 +107,14 @@ CALLBACKS = tuple(name for name in ORDER if name not in GRAPH_MODE_ALONE)
 
 
 class Callbacks(TrainerCallback):
-    """Runs callbacks of mindlora in their order, whatever it is in the YAML, and then the one that saves checkpoints.
+    """Runs mindlora's callbacks in their own order, whatever the YAML's, and then the callback that saves checkpoints.
 
-    So a checkpoint holds what they have made of the step. What they know is saved beside it, and a resumed run goes on
-    with that.
+    So a checkpoint includes their effects on the step. Their states are saved beside it, and a resumed run restores
+    them.
 
     Args:
         callbacks (sequence): Callbacks of graph mode, and of the PyNative Trainer.
-        step (TrainStep): What they see as the train step.
+        step (TrainStep): The train step that the callbacks see.
         saver (CheckpointCallback): MindFormers' own; None if the run saves nothing.
     """
 
@@ -127,7 +127,7 @@ class Callbacks(TrainerCallback):
         self.context = RunContext(self.params)
 
     def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Shows the run, and begins it."""
+        """Passes the run to the callbacks, and begins it."""
         self.params.update(
             train_network=self.step,
             network=self.step.network,
@@ -147,15 +147,15 @@ class Callbacks(TrainerCallback):
         self._call("on_train_begin", ("on_train_begin", "on_train_epoch_begin"), args, state, kwargs)
 
     def on_step_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Shows the step that begins."""
-        # As MindSpore's Model counts: from 1.
+        """Passes the beginning step to the callbacks."""
+        # Counted from 1, as by MindSpore's Model.
         self.params.cur_step_num = state.global_step + 1
         self._call("on_step_begin", ("on_train_step_begin",), args, state, kwargs)
 
     def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Shows what the step measured; ends the run if a callback has asked for it."""
+        """Passes the step's measurements to the callbacks; ends the run if one of them has requested it."""
         loss, norm = (_number(kwargs[name]) for name in ("loss", "grad_norm"))
-        # MindFormers 2.1 can skip steps by itself.
+        # MindFormers 2.1 can skip steps itself.
         skipped = getattr(state, "skipped_steps", 0)
         self.step.end(loss, norm, skipped > self.skipped_before)
         self.skipped_before = skipped
@@ -165,14 +165,14 @@ class Callbacks(TrainerCallback):
             state.max_steps = state.global_step
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Ends the run; raises what a callback has ended it with, after all have saved what they save."""
+        """Ends the run; raises the error with which a callback ended it, after all callbacks have saved."""
         self._call("on_train_end", ("on_train_epoch_end", "on_train_end"), args, state, kwargs)
         for callback in self.callbacks:
             if isinstance(callback, Callback):
                 callback.__exit__(None, None, None)
 
     def _resume(self, args, step):
-        """Lets the callbacks go on where they were; reports what does not go on so."""
+        """Restores the callbacks' states; reports callbacks without a saved state."""
         noise = getattr(getattr(args, "pet_config", None), "neftune_alpha", None)
         warn_about_draws(self.step.adapted, noise is not None)
         anew = checkpoints.restore(args.checkpoint.load_path, self.callbacks, self.step)
@@ -181,11 +181,11 @@ class Callbacks(TrainerCallback):
                 self.params,
                 "resume",
                 f"The run goes on after step {step}, whose checkpoint holds nothing of {listed(anew)}: these begin "
-                "anew. Resume with the callbacks of the run to go on exactly.",
+                "anew. Resume with the callbacks of the run to continue exactly.",
             )
 
     def _call(self, event, names, args, state, kwargs):
-        """Calls one event of the Trainer's callbacks, and those of MindSpore's that stand for it."""
+        """Calls an event of the Trainer's callbacks, or the equivalent MindSpore events."""
         for callback in self.callbacks:
             if isinstance(callback, TrainerCallback):
                 getattr(callback, event)(args, state, **kwargs)
@@ -195,7 +195,7 @@ class Callbacks(TrainerCallback):
 
 
 def with_callbacks(handler: Callable) -> Callable:
-    """Returns MindFormers' CallbackHandler, which then runs callbacks of mindlora too."""
+    """Wraps MindFormers' CallbackHandler, so that it runs mindlora's callbacks too."""
 
     @functools.wraps(handler, updated=())
     def handle(callbacks: List[Any], model: List[nn.Cell], optimizer: nn.Optimizer, **others: Any) -> Any:
@@ -215,7 +215,7 @@ def with_callbacks(handler: Callable) -> Callable:
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
             theirs = [callback for callback in theirs if callback is not saver]
             theirs.append(Callbacks(ours, step, saver))
-        # Before all others, which see how the adapters begin.
+        # Before all others, which see the initial adapters.
         return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 
     return handle
@@ -243,7 +243,7 @@ def _how_to_go_on(checkpoint):
     if not checkpoint.enable_save:
         return "MindFormers saved nothing: checkpoint.enable_save is False."
     return (
-        f"MindFormers has saved it in {checkpoint.save_path}. To go on, repeat the command of mindlora-run with "
+        f"MindFormers has saved it in {checkpoint.save_path}. To resume, repeat the command of mindlora-run with "
         "--resume, or set checkpoint.load_path to that, and no_load_optim: False."
     )
 
@@ -253,11 +253,11 @@ def _number(value):
 
 
 class NoGradient(Exception):
-    """Ends the update of a step of a divided model whose gradient is 0: no token of it counts."""
+    """Raised to end the update of a divided model's step with a gradient of 0, in which no token counts."""
 
 
 def with_begun_step(training_step: Callable) -> Callable:
-    """Returns the method that trains a step, which then counts the tokens of its micro-batches, on all ranks, first."""
+    """Wraps the method that trains a step, so that it first counts the tokens of its micro-batches on all ranks."""
 
     @functools.wraps(training_step)
     def train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -268,12 +268,12 @@ def with_begun_step(training_step: Callable) -> Callable:
         if trainer.num_accumulation_steps > 1 or collectives.rank_count() > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
             step.accumulate([step.rows(batch) for batch in batches])
-            # MindFormers 2.1 reads each micro-batch when its turn comes: it gets those that have been read.
+            # MindFormers 2.1 reads each micro-batch when its turn comes; here it gets those already read.
             trainer._next_batch = iter(batches).__next__
         try:
             return training_step(trainer, *arguments, **keywords)
         except RuntimeError as error:
-            # MindFormers hides what went wrong behind a "RuntimeError: Error in training step".
+            # MindFormers hides the cause behind a "RuntimeError: Error in training step".
             if isinstance(error.__cause__, LoraError):
                 raise error.__cause__ from None
             raise
@@ -284,9 +284,9 @@ def with_begun_step(training_step: Callable) -> Callable:
 
 
 def with_weights(compute_loss: Callable) -> Callable:
-    """Returns the method that computes the loss of a micro-batch, which then counts as much as its tokens.
+    """Wraps the method that computes a micro-batch's loss, so that it is weighted by the number of tokens.
 
-    MindFormers takes the mean of the micro-batches' means, and of the ranks' ones.
+    MindFormers takes the mean of the micro-batches' means, and of the ranks' means.
     """
 
     @functools.wraps(compute_loss)
@@ -302,7 +302,7 @@ def with_weights(compute_loss: Callable) -> Callable:
 
 
 def with_skipping(optimizer_update: Callable) -> Callable:
-    """Returns the method that updates the parameters, which then skips steps with nothing to learn or above a limit."""
+    """Wraps the method that updates the parameters, to skip steps with nothing to learn or above a limit."""
 
     @functools.wraps(optimizer_update)
     def update(trainer: Any) -> Any:
@@ -310,7 +310,7 @@ def with_skipping(optimizer_update: Callable) -> Callable:
         parameters = trainer.optimizer.parameters
         norm = None if step is None else step.before_update(parameters)
         if norm is None:
-            # MindFormers clips them in place, and then lets go of them.
+            # MindFormers clips the gradients in place, and then releases them.
             gradients = [gradient_of(parameter) for parameter in parameters]
             skipped = getattr(trainer.state, "skipped_steps", 0)
             try:
@@ -332,7 +332,7 @@ def with_skipping(optimizer_update: Callable) -> Callable:
 
 
 def _count_empty(trainer):
-    """Says that a step had nothing to learn, where several processes divide the model and EmptySteps does not run."""
+    """Logs a step with nothing to learn, if several processes divide the model, where EmptySteps does not run."""
     trainer.empty_steps = getattr(trainer, "empty_steps", 0) + 1
     logger.warning(
         "step %d: No token of the step's rows counts in the loss: it has nothing to learn, and was skipped (%d so far)."
@@ -344,14 +344,14 @@ def _count_empty(trainer):
 
 @functools.lru_cache(maxsize=1)
 def _gpt_with_adapters(model: nn.Cell) -> Optional[nn.Cell]:
-    """Returns the part of a model with adapters that computes the loss; None of a model without adapters."""
+    """Returns the part of a model with adapters that computes the loss; None for a model without adapters."""
     if not any(lora_cells(model)):
         return None
     return next((cell for _, cell in model.cells_and_names() if isinstance(cell, GPTModel)), None)
 
 
 def _micro_batches(trainer: Any, *arguments: Any, **keywords: Any) -> List[Dict[str, Any]]:
-    """Returns what a step trains on: MindFormers 2.0 hands it over as one batch, 2.1 reads it in the step."""
+    """Returns a step's micro-batches: MindFormers 2.0 passes them as one batch, 2.1 reads them in the step."""
     count = trainer.num_accumulation_steps
     inputs = keywords.get("inputs", arguments[0] if arguments else None)
     if isinstance(inputs, Mapping):

@@ -1,5 +1,8 @@
-"""The PyNative Trainer's checkpoints: whether one that it loads is complete, which MindFormers only logs; and what they
-lack, in a file beside each: callbacks' states, and more of the adapter."""
+"""The PyNative Trainer's checkpoints: checks their completeness, and adds a file of further states.
+
+MindFormers only logs missing parameters. The file beside each checkpoint holds the callbacks' states, and more of the
+adapter.
+"""
 
 import os
 import zipfile
@@ -31,7 +34,7 @@ from mindformers.pynative.callback import CheckpointCallback, TrainerCallback  #
 
 # The fingerprint of the base before lora_init has changed it.
 _BASE = "base_fingerprint"
-# That of the reference of preference training, where it comes from the data.
+# The fingerprint of preference training's reference, if it comes from the data.
 _REFERENCE = "reference_fingerprint"
 
 
@@ -39,10 +42,10 @@ _REFERENCE = "reference_fingerprint"
 
 
 def check_quantization(quantize_base: Any, checkpoint: Any) -> None:
-    """Raises ConfigError if quantize_base cannot be carried out by the current Trainer.
+    """Raises ConfigError if the current Trainer does not support quantize_base.
 
     Args:
-        quantize_base (str): That of pet_config, or None.
+        quantize_base (str): The setting in pet_config, or None.
         checkpoint (CheckpointConfig): The node of the YAML.
     """
     if quantize_base is None:
@@ -61,12 +64,12 @@ def check_quantization(quantize_base: Any, checkpoint: Any) -> None:
 
 
 def quantize_loaded(network: nn.Cell, loaded: MutableMapping[str, Parameter]) -> None:
-    """Quantizes the weights of a checkpoint that a network has in 4 bits, in place, one after another.
+    """Quantizes a checkpoint's weights that the network holds in 4 bits, in place, one after another.
 
-    Those that are in 4 bits already, as in a checkpoint that such a run has saved, stay as they are.
+    Weights that are in 4 bits already, as in a checkpoint of such a run, stay unchanged.
 
     Args:
-        network (nn.Cell): What the checkpoint is loaded into.
+        network (nn.Cell): The network into which the checkpoint is loaded.
         loaded (mapping): Name -> value of each parameter that the checkpoint has.
 
     Raises:
@@ -81,25 +84,26 @@ def quantize_loaded(network: nn.Cell, loaded: MutableMapping[str, Parameter]) ->
 
 
 def is_packed(parameter: Parameter) -> bool:
-    """Returns whether a parameter holds 4-bit values, two in a byte."""
+    """Returns whether a parameter holds 4-bit values, two per byte."""
     return parameter.dtype == ms.uint8
 
 
 def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint has all of the base, all of the adapters, or both, of a network with adapters.
+    """Checks that a checkpoint has the complete base or the complete adapters, or both, of a network with adapters.
 
     Args:
-        network (nn.Cell): What MindFormers loads into; one without adapters is not checked.
+        network (nn.Cell): The network into which MindFormers loads; not checked if it has no adapters.
         loaded (mapping): Name -> value of each parameter that the checkpoint has.
 
     Raises:
-        CheckpointError: It has a part of the base or of the adapters, or adapters of cells that have none here.
+        CheckpointError: The checkpoint has only a part of the base or the adapters, or adapters of cells without
+            adapters here.
     """
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, (LoRACell, StackedLoRADense))]
     adapters = {parameter.name for cell in cells for parameter in cell.lora_parameters()}
     if not adapters:
         return
-    # VeRA's shared projection is drawn again where a checkpoint lacks it.
+    # VeRA's shared projection is redrawn if a checkpoint lacks it.
     drawn = {parameter.name for _, cell in lora_cells(network) for parameter in cell.shared_parts().values()}
     base = {
         parameter.name
@@ -108,7 +112,7 @@ def check_loaded(network: nn.Cell, loaded: Mapping[str, Any]) -> None:
     }
     head = set(filter(is_of_head, base))
     if not head & set(loaded):
-        # The head of a classifier is new where its adapter is; check_checkpoint has looked whether that is so.
+        # A classifier's head is new if its adapter is; check_checkpoint has verified that.
         base -= head
     for kind, expected in (("base", base), ("adapters", adapters)):
         missing = sorted(expected - set(loaded))
@@ -145,11 +149,11 @@ def _adapters_of_other_cells(loaded: Mapping[str, Any], adapters: set) -> List[s
 
 
 class SavedWithStates(TrainerCallback):
-    """MindFormers' callback that saves checkpoints, and then, on rank 0, step_folder.RUN in their folders.
+    """MindFormers' callback that saves checkpoints; it then writes step_folder.RUN into their folders on rank 0.
 
     Args:
         saver (CheckpointCallback): MindFormers'.
-        callbacks (sequence): Those whose states are saved.
+        callbacks (sequence): The callbacks whose states are saved.
         step (TrainStep): The train step, whose state is saved too.
     """
 
@@ -159,17 +163,17 @@ class SavedWithStates(TrainerCallback):
         self.step = step
 
     def on_train_begin(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Makes the folder to save in."""
+        """Creates the folder for checkpoints."""
         self.saver.on_train_begin(args, state, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Saves if it is due."""
+        """Saves if a save is due."""
         self.saver.on_step_end(args, state, **kwargs)
         if get_real_rank() == 0:
             self._complete(args, state.global_step, kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        """Saves the last step; raises CheckpointError if MindFormers could not, which it only logs."""
+        """Saves the last step; raises CheckpointError if MindFormers failed to, which it only logs."""
         self.saver.on_train_end(args, state, **kwargs)
         if get_real_rank() == 0 and not self._complete(args, state.global_step, kwargs["model"]):
             raise CheckpointError(
@@ -178,7 +182,7 @@ class SavedWithStates(TrainerCallback):
             )
 
     def _complete(self, args, step, model):
-        """Adds to the folder of a step; returns whether it has been saved."""
+        """Completes the folder of a step; returns whether the step has been saved."""
         saved = self.saver.current_ckpt_step_list
         if not saved or os.path.basename(saved[-1]) != step_folder.name_of(step):
             return False
@@ -197,9 +201,9 @@ class SavedWithStates(TrainerCallback):
 
 
 def restore(load_path: str, callbacks: Sequence[Any], step: nn.Cell) -> List[str]:
-    """Gives callbacks and the train step the states saved with a checkpoint, as checkpoint.load_path names it.
+    """Restores the states of callbacks and train step that were saved with the checkpoint at ``load_path``.
 
-    Returns the names of the callbacks that have a state, but none there. Raises CheckpointError if a file is damaged,
+    Returns the names of callbacks whose state is missing. Raises CheckpointError if a file is damaged,
     or lacks a state of the train step.
     """
     _restore_arrays(step.state_parameters(), load_path)
@@ -207,7 +211,7 @@ def restore(load_path: str, callbacks: Sequence[Any], step: nn.Cell) -> List[str
 
 
 def restore_fingerprint(load_path: str, model: Sequence[nn.Cell]) -> None:
-    """Lets the cells of a resumed model know which base it was that lora_init has changed.
+    """Sets, in the cells of a resumed model, the fingerprint of the base before lora_init changed it.
 
     Raises CheckpointError if the file beside the checkpoint, which checkpoint.load_path names, is damaged.
     """
@@ -217,7 +221,7 @@ def restore_fingerprint(load_path: str, model: Sequence[nn.Cell]) -> None:
 
 
 def saved_reference(load_path: str) -> np.ndarray:
-    """Returns the fingerprint of the reference with which a run began that saved a checkpoint, int32 [8].
+    """Returns the reference's fingerprint from the run that saved a checkpoint, int32 [8].
 
     Raises CheckpointError if the file beside the checkpoint, which checkpoint.load_path names, is damaged or lacks it.
     """
@@ -231,7 +235,7 @@ def saved_reference(load_path: str) -> np.ndarray:
 
 
 def _restore_arrays(parameters, load_path):
-    """Sets parameters to the arrays that were saved beside a checkpoint under their names."""
+    """Sets parameters to the arrays saved beside a checkpoint under their names."""
     if not parameters:
         return
     path = os.path.join(step_folder.last_step(load_path), step_folder.ARRAYS)
@@ -247,7 +251,7 @@ def _restore_arrays(parameters, load_path):
 
 
 def _read(load_path: str) -> Dict[str, Any]:
-    """Returns what was saved beside a checkpoint; empty if nothing was."""
+    """Returns the states saved beside a checkpoint; empty if there are none."""
     path = os.path.join(step_folder.last_step(load_path), step_folder.RUN) if load_path else ""
     if not os.path.isfile(path):
         return {}
@@ -256,7 +260,7 @@ def _read(load_path: str) -> Dict[str, Any]:
 
 
 def _changed_cells(model: Sequence[nn.Cell]) -> Iterator[LoRACell]:
-    """Yields the cells of a model's stages whose weight is not the base's any more."""
+    """Yields the cells of a model's stages whose weight differs from the base's."""
     for stage in model:
         for _, cell in lora_cells(stage):
             if cell.initial_pair:

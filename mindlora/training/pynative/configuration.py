@@ -1,4 +1,4 @@
-"""What a YAML of the PyNative Trainer says of adapters: MindFormers' lora_config, and what pet_config adds to it."""
+"""The adapter settings of a PyNative Trainer YAML: MindFormers' lora_config, and additions from pet_config."""
 
 import importlib
 import re
@@ -25,7 +25,7 @@ from mindformers.pynative.transformers.moe.experts import GroupedMLP  # noqa: E4
 
 TRAINER = "mindformers.pynative.trainer.trainer"
 _INITIAL = ("lora_init", "lora_a_init", "lora_b_init")
-# Keys that need whole weights, all of the model, or all tokens of a row.
+# Keys that need undivided weights, the complete model, or all tokens of a row.
 _OF_WHOLE_MODELS = (
     *("lora_init", "adapter_path", "modules_to_save", "freeze_include", "freeze_exclude"),
     "alora_invocation_tokens",
@@ -33,10 +33,10 @@ _OF_WHOLE_MODELS = (
 
 
 def current_trainer() -> Any:
-    """Returns the Trainer that is building a model, or its optimizer, or trains a step, now.
+    """Returns the Trainer that is currently building a model or an optimizer, or training a step.
 
-    MindFormers passes lora_config alone, and under its own launcher this module is imported only after the Trainer has
-    read its YAML: the Trainer is to be found among the calls that are going on.
+    MindFormers passes only lora_config, and under its own launcher, this module is imported only after the Trainer has
+    read its YAML, so the Trainer must be found on the call stack.
     """
     kind = importlib.import_module(TRAINER).Trainer
     frame = sys._getframe()
@@ -49,7 +49,7 @@ def current_trainer() -> Any:
 
 
 def division_of_model() -> int:
-    """Returns among how many processes the current Trainer divides its model; 1 if each has the whole of it."""
+    """Returns the number of processes among which the current Trainer divides its model; 1 if undivided."""
     trainer = current_trainer()
     return processes_of_a_model(trainer.config.parallelism.to_dict(), trainer.world_size)
 
@@ -58,8 +58,8 @@ def refuse_division(found: str, advice: str = "") -> None:
     """Raises ConfigError if the current Trainer divides its model.
 
     Args:
-        found (str): What needs a whole one.
-        advice (str): What may be done besides. Default: nothing.
+        found (str): The feature that needs an undivided model.
+        advice (str): An alternative remedy. Default: none.
     """
     divided = division_of_model()
     if divided > 1:
@@ -71,9 +71,9 @@ def refuse_division(found: str, advice: str = "") -> None:
 
 
 def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pet_config: Mapping) -> PetLoraConfig:
-    """Returns the configuration of the adapters of ``model``, which has none yet.
+    """Returns the configuration of the adapters for ``model``, which has none yet.
 
-    What pet_config does not say is taken from lora_config; target_modules then are the paths of cells.
+    Settings missing in pet_config are taken from lora_config; target_modules is then the cells' paths.
 
     Args:
         model (nn.Cell): A PyNative model, or one of its pipeline stages.
@@ -81,7 +81,7 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
         pet_config (Mapping): mindlora's node; it may be empty.
 
     Raises:
-        ConfigError: A key is wrong, the nodes contradict each other, or a key is for graph mode alone.
+        ConfigError: A key is wrong, the nodes contradict each other, or a key is only for graph mode.
     """
     lora = lora_config.to_dict()
     given = merged(pet_config, lora, selected_paths(model, lora_config), _dtype_of_parameters(model))
@@ -97,9 +97,9 @@ def adapter_configuration(model: nn.Cell, lora_config: MindFormersLoraConfig, pe
 
 
 def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
-    """Raises ConfigError unless the cells that pet_config has selected are those that lora_config selects (theirs).
+    """Raises ConfigError unless pet_config and lora_config (``theirs``) select the same cells.
 
-    MindFormers selects routed experts as one cell; pet_config may select one weight of them.
+    MindFormers selects routed experts as one cell; pet_config may select one of their weights.
     """
     ours = list(map(_cell_of, paths))
     theirs = list(map(_cell_of, theirs))
@@ -116,9 +116,9 @@ def check_same_cells(paths: Sequence[str], theirs: Sequence[str]) -> None:
 
 
 def selected_paths(model: nn.Cell, lora_config: MindFormersLoraConfig) -> List[str]:
-    """Returns the paths of the cells that MindFormers' lora_config selects: its regexes are searched for in a path.
+    """Returns the paths of the cells that MindFormers' lora_config selects, by searching its regexes in each path.
 
-    What exclude_layers finds in the path of a cell, or of one that holds it, excludes the cell. Routed experts are two
+    A match of exclude_layers in the path of a cell, or of an enclosing cell, excludes the cell. Routed experts are two
     paths, one for each weight.
     """
     target = re.compile(lora_config.target_modules)
@@ -143,19 +143,19 @@ def check_experts_are_whole(paths: Sequence[str], release: Tuple[int, int], proc
 
 
 def _cell_of(path: str) -> str:
-    """Returns the path of the cell: of a weight of routed experts, that of the experts."""
+    """Returns the path of the cell; for a weight of routed experts, the path of the experts."""
     cell, _, leaf = path.rpartition(".")
     return cell if leaf in LEAVES else path
 
 
 def _holders(path: str) -> List[str]:
-    """Returns a path and those of the cells around it."""
+    """Returns a path and the paths of the enclosing cells."""
     parts = path.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _fill_initial_values(given: Dict[str, Any], lora_config: MindFormersLoraConfig) -> None:
-    """Takes the deviations of lora_config, unless pet_config says how A and B begin."""
+    """Takes lora_config's standard deviations, unless pet_config sets the initial values of A and B."""
     fields = type(lora_config).__dataclass_fields__
     named = [name for name in _INITIAL if name in given]
     for name in ("lora_a_std", "lora_b_std"):
@@ -170,6 +170,6 @@ def _fill_initial_values(given: Dict[str, Any], lora_config: MindFormersLoraConf
 
 
 def _dtype_of_parameters(model: nn.Cell) -> str:
-    """Returns the dtype of the base's linear cells: sharding puts parameters of one dtype together."""
+    """Returns the dtype of the base's linear cells: sharding groups parameters of one dtype."""
     linear = next(cell for _, cell in model.cells_and_names() if isinstance(cell, Linear))
     return str(linear.params_dtype).lower()

@@ -1,4 +1,4 @@
-"""A PyNative model in evaluation, called as MindFormers' legacy models are: for callbacks that let it answer."""
+"""A PyNative model in evaluation, with the interface of MindFormers' legacy models, for callbacks that evaluate it."""
 
 import types
 from typing import Optional, Tuple
@@ -14,17 +14,17 @@ from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E40
 
 
 class EvaluatedModel(nn.Cell):
-    """What a model in evaluation says of tokens; nothing of it is differentiated.
+    """A model in evaluation, without gradients.
 
-    A router counts the tokens of its experts in evaluation too, for the bias that the next step sets: its counts are
-    put back.
+    A router counts its experts' tokens in evaluation too, for the bias that the next step sets, so its counts are
+    restored.
 
     Args:
-        network (nn.Cell): A whole PyNative model, which returns logits alone when it does not train.
-        gpt (GPTModel): The part of it that computes the loss.
+        network (nn.Cell): An undivided PyNative model, which returns only logits when it does not train.
+        gpt (GPTModel): The part of the model that computes the loss.
 
     Attributes:
-        config: seq_length and the token ids that callbacks ask for, with the names of a legacy model's configuration.
+        config: seq_length and the token ids that callbacks read, with the names of a legacy model's configuration.
 
     Inputs:
         - **input_ids** (Tensor) - int32 [batch, N].

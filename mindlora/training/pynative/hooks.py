@@ -1,6 +1,7 @@
-"""Registers mindlora in MindFormers' PyNative Trainer when it is imported; there is nothing to call.
+"""Registers mindlora in MindFormers' PyNative Trainer when imported; there is nothing to call.
 
-register_path/pynative_bridge.py imports it under MindFormers' own launcher, mindlora-run before it makes the Trainer.
+Under MindFormers' own launcher, register_path/pynative_bridge.py imports it; mindlora-run does so before it makes the
+Trainer.
 """
 
 from mindlora.training.classifier import pynative as classifiers  # noqa: F401  importing registers their classes

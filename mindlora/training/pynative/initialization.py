@@ -1,4 +1,4 @@
-"""How adapters begin under the PyNative Trainer, once the base is loaded: from a saved adapter, or from the base."""
+"""Initial adapters under the PyNative Trainer, once the base is loaded: from a saved adapter, or from the base."""
 
 from typing import Any, Optional, Sequence
 
@@ -23,14 +23,14 @@ _SAVED_MODULES = "mindlora_saved_modules"
 
 
 def remember(model: nn.Cell, config: PetLoraConfig, preference: Optional[PreferenceSettings] = None) -> None:
-    """Keeps with a model the configuration of its adapters, and what it learns from preferences if it does."""
+    """Stores, with a model, its adapters' configuration and its preference settings, if any."""
     setattr(model, _CONFIGURATION, config)
     setattr(model, _PREFERENCE, preference)
     setattr(model, _SAVED_MODULES, {parameter.name for parameter in saved_module_parameters(model)})
 
 
 def mark_saved_modules(model: nn.Cell) -> None:
-    """Marks the parameters of modules_to_save again, in whose place hyper_parallel has put others in the meantime."""
+    """Marks the parameters of modules_to_save again, which hyper_parallel has replaced in the meantime."""
     for parameter in model.get_parameters():
         if parameter.name in getattr(model, _SAVED_MODULES, ()):
             mark_saved_module(parameter)
@@ -42,25 +42,25 @@ def configuration_of(model: nn.Cell) -> Optional[PetLoraConfig]:
 
 
 def preference_of(model: nn.Cell) -> Optional[PreferenceSettings]:
-    """Returns what a model learns from preferences, or None if it learns labels."""
+    """Returns a model's preference settings, or None if it learns labels."""
     return getattr(model, _PREFERENCE, None)
 
 
 def reference_of(model: nn.Cell) -> Optional[np.ndarray]:
-    """Returns the fingerprint of the reference of a model that has begun, int32 [8]; None if its data has none."""
+    """Returns the reference's fingerprint of a model in training, int32 [8]; None if the data has none."""
     return getattr(model, _REFERENCE, None)
 
 
 class Initialization(TrainerCallback):
-    """Loads pet_config.adapter_path, or carries out a lora_init that needs the base, where a run begins.
+    """Loads pet_config.adapter_path, or carries out a lora_init that needs the base, at the start of a new run.
 
-    A run that goes on has what its checkpoint holds: A and B, the base after the change, and the initial pairs.
+    A resumed run has the values of its checkpoint: A and B, the changed base, and the initial pairs.
     """
 
     def on_train_begin(
         self, args: Any, state: Any, model: Sequence[nn.Cell] = (), optimizer: Optional[nn.Optimizer] = None, **_: Any
     ) -> None:
-        """Gives A and B their values, in a run that does not go on."""
+        """Sets the values of A and B in a run that is not resumed."""
         adapted = [stage for stage in model if configuration_of(stage)]
         if not adapted or optimizer is None:
             return
@@ -79,12 +79,12 @@ class Initialization(TrainerCallback):
             initialize_adapters(stage)
             for _, cell in lora_cells(stage):
                 cell.prepare()
-        # The optimizer has copied the values from before, in float32, of what has fewer bits.
+        # The optimizer has float32 copies of the former values of parameters with fewer bits.
         optimizer.reload_main_params_from_model()
 
 
 def _remember_reference(model, fingerprint_of):
-    """Keeps with what learns from preferences the fingerprint of its reference, where that comes from the data."""
+    """Stores the reference's fingerprint with a model that learns from preferences, if the reference is in the data."""
     for stage in model:
         settings = preference_of(stage)
         if settings is not None and settings.precomputed_reference:

@@ -1,4 +1,4 @@
-"""Puts LabelLosses in the place of the output head and the loss of a model that the PyNative Trainer runs."""
+"""Replaces the output head and the loss of a PyNative Trainer's model by LabelLosses."""
 
 import contextlib
 from typing import Optional, Tuple, Union
@@ -31,17 +31,17 @@ def _linear(self, input_, weight=None):
 
 
 class HandingPynativeLoRA(HandingLoRA):
-    """HandingLoRA in a model that can compute without its adapters."""
+    """HandingLoRA for a model that can compute without its adapters."""
 
     def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
-        """Returns what the cell that this one replaced computes, or hands on."""
+        """Returns the output, or hand_on, of the cell that this one replaced."""
         return input_ if self.training else super().without_adapter(input_, weight)
 
 
 class PynativeLossesOfHead(LossesOfHead):
-    """LossesOfHead that leaves out tokens without a label, such as those of a prompt: PyNative has no fixed shapes.
+    """LossesOfHead without tokens that have no label, such as a prompt's: PyNative has no fixed shapes.
 
-    In evaluation it keeps nothing for a backward, though its weights may train.
+    In evaluation, it keeps nothing for a backward, although its weights may be trainable.
     """
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ class PynativeLossesOfHead(LossesOfHead):
                 return super().construct(handed, labels)
             rows = ops.gather(handed, Tensor(counted, mstype.int32), 0)
             losses, _ = super().construct(rows, Tensor(numbers[counted]))
-            # The loss of each token among them; that of the others is 0, behind all.
+            # The index of each token's loss among the computed ones; other tokens get the 0 appended below.
             places = np.full(len(numbers), len(counted), np.int32)
             places[counted] = np.arange(len(counted))
             losses = ops.concat((losses, ops.zeros((1,), mstype.float32)), 0)
@@ -63,8 +63,8 @@ class LossesOfLabels(nn.Cell):
     """LossesOfHead, called as the nll_loss of MindFormers' CrossEntropyLoss, whose log_softmax passes its input on.
 
     Inputs:
-        - **hidden** (Tensor) - What the head takes, [tokens, channels].
-        - **labels** (Tensor) - int32 [rows, N], as many as there are tokens.
+        - **hidden** (Tensor) - The head's input, [tokens, channels].
+        - **labels** (Tensor) - int32 [rows, N], one for each token.
 
     Outputs:
         float32 [tokens].
@@ -80,12 +80,13 @@ class LossesOfLabels(nn.Cell):
 
 
 def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: int) -> None:
-    """Makes a model compute its losses by LabelLosses, in place, where it can; logs whether it does.
+    """Makes a model compute its losses by LabelLosses where possible, in place; logs whether it does.
 
     Args:
-        network (nn.Cell): A whole PyNative model, or one of its pipeline stages. What of it trains has been decided.
-        setting (bool or int): loss_in_pieces of pet_config, which is in its range.
-        processes (int): How many the run has.
+        network (nn.Cell): An undivided PyNative model, or one of its pipeline stages, with its trainable parameters
+            already set.
+        setting (bool or int): loss_in_pieces of pet_config, already checked.
+        processes (int): The number of processes of the run.
     """
     model = next((cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel)), None)
     if model is None or not model.post_process:
@@ -99,7 +100,7 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
     dtype = head.compute_dtype if plain_head(head) is head else head.dtype
     losses = LossesOfLabels(PynativeLossesOfHead(head, weight, dtype, setting))
     model.loss._cells.update(log_softmax=nn.Identity(), nll_loss=losses)
-    # MindFormers cuts the loss of logits into so many parts.
+    # MindFormers computes the loss of logits in this many parts.
     model.chunk_loss_num = 1
     make_hand_on(head, _linear, HandingPynativeLoRA)
 

@@ -1,7 +1,7 @@
 """Makes MindFormers' PyNative Trainer build, freeze, load and train mindlora's LoRA where a YAML has lora_config.
 
-The Trainer finds what does this by names in the modules of MindFormers; training/replaced_names.py gives them to what
-is here, which takes the same arguments.
+The Trainer looks up these functions by name in MindFormers' modules; training/replaced_names.py replaces them with the
+functions here, which take the same arguments.
 """
 
 import functools
@@ -46,14 +46,14 @@ require_mindformers("2.0")
 from mindformers.pynative.base_models.common.embeddings.vocab_embedding import VocabEmbedding  # noqa: E402
 from mindformers.pynative.base_models.gpt.gpt_model import GPTModel  # noqa: E402
 
-# Packed data under the PyNative Trainer: what keeps the examples of a row apart.
+# Packed data under the PyNative Trainer: keeping the examples of a row apart.
 
 
 def keep_examples_apart(model: nn.Cell, files: Sequence[str]) -> None:
     """Makes a model keep the examples of a row apart, in place, if the training data is packed.
 
-    It gets a SegmentMask, and with use_eod_attn_mask_compression SegmentEnds. Raises ConfigError if its mask is the
-    same for all rows, several processes divide it, or some of the files are packed and others are not.
+    The model gets a SegmentMask, or SegmentEnds with use_eod_attn_mask_compression. Raises ConfigError if the mask is
+    the same for all rows, several processes divide the model, or only some of the files are packed.
     """
     boundary = boundary_of(files) if files else None
     if boundary is None:
@@ -80,13 +80,13 @@ def keep_examples_apart(model: nn.Cell, files: Sequence[str]) -> None:
     logger.info("The training data is packed: token %d begins an example of a row.", boundary)
 
 
-# LoRA+ under the PyNative Trainer: groups of parameters by learning rate, and not by weight decay alone.
+# LoRA+ under the PyNative Trainer: parameters are grouped by learning rate, in addition to weight decay.
 
 UTILS = "mindformers.pynative.trainer.utils"
 
 
 def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
-    """Returns MindFormers' function that builds the optimizer, which then has ratio times the rate for B.
+    """Wraps MindFormers' function that builds the optimizer, so that B learns at ratio times the rate.
 
     ``ratio_of`` takes nothing, and returns pet_config.loraplus_lr_ratio, or None.
     """
@@ -102,7 +102,7 @@ def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
                 "under MindFormers' PyNative Trainer. Set optimizer.type: AdamW, or remove loraplus_lr_ratio."
             )
         utils = importlib.import_module(UTILS)
-        # A name that is replaced while the optimizer is built.
+        # The name is replaced while the optimizer is built.
         groups_of = utils.get_param_groups
         utils.get_param_groups = lambda model, **rules: _by_rate(groups_of(model=model, **rules), model, rates)
         rates = {False: learning_rate, True: ScaledSchedule(learning_rate, ratio)}
@@ -117,7 +117,7 @@ def with_lora_plus(build_optimizer: Callable, ratio_of: Callable) -> Callable:
 
 
 def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateSchedule]) -> List[Dict]:
-    """Splits the groups of an optimizer into those of the parameters that learn faster, and the others."""
+    """Splits an optimizer's groups into parameters that learn faster and the others."""
     faster = fast_parameters(model)
     split = []
     for group in groups:
@@ -128,11 +128,11 @@ def _by_rate(groups: List[Dict], model: nn.Cell, rates: Dict[bool, LearningRateS
     return split
 
 
-# NEFTune under the PyNative Trainer: a hook, as MindFormers looks for its embedding's weight and its sharding.
+# NEFTune under the PyNative Trainer: a hook, because MindFormers needs its embedding's own weight and sharding.
 
 
 def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
-    """Adds the noise of NoisyEmbedding, which has the equation, to the output of a model's embedding, in training."""
+    """Adds NoisyEmbedding's noise, whose equation is there, to the output of a model's embedding in training."""
     uniform = ops.UniformReal(ms.get_seed() or 0, 1)
 
     def noisy(cell: nn.Cell, inputs: Any, output: Tensor) -> Tensor:
@@ -146,37 +146,37 @@ def add_embedding_noise(model: nn.Cell, alpha: float) -> None:
             cell.register_forward_hook(noisy)
 
 
-# Fields of pet_config for which layers or adapters share parameters, and hyper_parallel gives each layer new ones.
+# Fields of pet_config with which layers or adapters share parameters; hyper_parallel gives each layer new ones.
 _SHARING = ("adapters", "use_vera")
 
 
 def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cell:
-    """Puts mindlora's adapters on a model that has no values yet, in place, as lora_config and pet_config say.
+    """Puts mindlora's adapters on a model that has no values yet, in place, according to lora_config and pet_config.
 
     Args:
         model (nn.Cell): The model, or one of its pipeline stages.
         config (LoraConfig): MindFormers' node lora_config.
-        strict (bool): Whether a model without a cell to adapt is an error; of a stage it is not. Default: True.
+        strict (bool): Whether a model without a cell to adapt is an error; for a stage, it is not. Default: True.
 
     Returns:
         nn.Cell, the model.
 
     Raises:
-        ConfigMistakes: As mindlora doctor finds them in the YAML.
+        ConfigMistakes: The errors that mindlora doctor finds in the YAML.
         LoraError: As in adapter_configuration, check_same_cells and apply_lora.
     """
     trainer = configuration.current_trainer()
     settings = trainer.config
     version = release(importlib.metadata.version("mindformers"))
     _check_yaml(settings.to_dict(), version)
-    # MindFormers 2.0 reads the rows of a whole step at once.
+    # MindFormers 2.0 reads all rows of a step at once.
     read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
     for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
         logger.info(sentence)
     parts = trainer.num_accumulation_steps * settings.parallelism.data_parallel
     for finding in check_weights(configuration.division_of_model(), parts):
         logger.warning(str(finding))
-    # MindFormers builds the stages of a pipeline anew, and finds lora_config under this name then.
+    # MindFormers rebuilds the stages of a pipeline, and then reads lora_config under this name.
     model.config._mf_lora_config = config
     theirs = configuration.selected_paths(model, config)
     configuration.check_experts_are_whole(theirs, version, trainer.world_size)
@@ -196,7 +196,7 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
                 )
         files = _training_files(settings, adapters)
         if adapters.adapters:
-            # Before, so that each adapter's copy of the cells says so too.
+            # Set before, so that each adapter's copy of the cells has it too.
             keep_examples_apart(model, files)
             replaced = put_adapters(model, settings, config)
         else:
@@ -215,14 +215,14 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
 
 
 def _training_files(settings: Any, pet_config: PetLoraConfig) -> List[str]:
-    """Returns the MindRecords that a run trains on; none if it trains on other data."""
+    """Returns the MindRecords on which a run trains; none if it trains on other data."""
     shared = settings.train_dataset.dataloader.to_dict().get("dataset_files")
     data = [node.get("data") or shared for node in pet_config.adapters or [{}]]
     return [file for path in filter(None, data) for file in mindrecord_files(path)]
 
 
 def _preference(settings: Any) -> Optional[PreferenceSettings]:
-    """Returns what the run learns from preferences; raises ConfigError if it does and its model is divided."""
+    """Returns the run's preference settings; raises ConfigError if it has any and its model is divided."""
     node = getattr(settings, "preference", None)
     if node is None:
         return None
@@ -236,9 +236,9 @@ def with_adapters_of_mindlora(_: Callable) -> Callable:
 
 
 def on_current_device(to_empty: Callable) -> Callable:
-    """Returns a cell's method that makes room for its parameters, on the current device where none is named.
+    """Wraps a cell's method that allocates its parameters, to use the current device if none is given.
 
-    MindFormers names none, and MindSpore 2.10 then leaves a model without values where it is.
+    MindFormers gives none, and MindSpore 2.10 then leaves a model without values where it is.
     """
 
     @functools.wraps(to_empty)
@@ -249,10 +249,10 @@ def on_current_device(to_empty: Callable) -> Callable:
 
 
 def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
-    """Freezes all but what pet_config trains; returns how many parameters train, and how many do not."""
+    """Freezes all parameters except those that pet_config trains; returns the numbers of trainable and frozen ones."""
     several = several_of(model)
     if several is not None:
-        # Whatever made the values of the model may have made parameters that train.
+        # The code that made the model's values may have made trainable parameters.
         trained = {id(p) for cell in several.stack.cells.values() for p in cell.lora_parameters()}
         for parameter in model.get_parameters():
             parameter.requires_grad = id(parameter) in trained
@@ -273,7 +273,7 @@ def freeze_base_params(model: nn.Cell) -> Tuple[int, int]:
 
 
 def _put_loss_in_pieces(model: nn.Cell) -> None:
-    """Makes a model of which is decided what trains compute its losses as pet_config.loss_in_pieces says."""
+    """Applies pet_config.loss_in_pieces to a model whose trainable parameters are set."""
     trainer = configuration.current_trainer()
     put_loss_in_pieces(model, loss_in_pieces(trainer.config.to_dict()), trainer.world_size)
 
@@ -284,11 +284,11 @@ def with_freezing_of_mindlora(_: Callable) -> Callable:
 
 
 def with_all_gradients(gradient_norm: Callable) -> Callable:
-    """Returns MindFormers' function that collects the gradients for the optimizer, which then refuses a missing one.
+    """Wraps MindFormers' function that collects the gradients for the optimizer, to refuse missing ones.
 
-    MindFormers leaves such a parameter out, and its optimizer would give each later parameter the gradient of the next.
-    Where several processes divide the model, tokens are not counted, and it raises NoGradient if all gradients are 0:
-    the optimizer would change the weights by its moments alone.
+    MindFormers skips such a parameter, and its optimizer would apply each later gradient to the wrong parameter. If
+    several processes divide the model, tokens are not counted, and it raises NoGradient if all gradients are 0: the
+    optimizer would change the weights only by its moments.
     """
 
     @functools.wraps(gradient_norm)
@@ -303,9 +303,9 @@ def with_all_gradients(gradient_norm: Callable) -> Callable:
 
 
 def strictly(load_param_into_net: Callable) -> Callable:
-    """Returns MindSpore's function that loads a checkpoint, as MindFormers calls it, which then checks it first.
+    """Wraps MindSpore's function that loads a checkpoint, as called by MindFormers, to check the checkpoint first.
 
-    What the network has in 4 bits is quantized before.
+    Weights that the network holds in 4 bits are quantized before.
     """
 
     @functools.wraps(load_param_into_net)
@@ -318,17 +318,17 @@ def strictly(load_param_into_net: Callable) -> Callable:
 
 
 def with_pet_config(build_optimizer: Callable) -> Callable:
-    """Returns MindFormers' function that builds the optimizer, which follows loraplus_lr_ratio or adapters then."""
+    """Wraps MindFormers' function that builds the optimizer, to apply loraplus_lr_ratio or adapters."""
     return with_lora_plus(with_stacked_optimizer(build_optimizer), _lora_plus_ratio)
 
 
 def with_data_of_each(build_dataset: Callable) -> Callable:
-    """Returns MindFormers' function that builds a dataset, which then gives each adapter the data of its own."""
+    """Wraps MindFormers' function that builds a dataset, to give each adapter its own data."""
     return with_data_of_adapters(build_dataset, _data_of_adapters)
 
 
 def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:
-    """Returns for each adapter the data of its own, or None; None where no adapters are trained on a dataset."""
+    """Returns each adapter's own data, or None; None if no adapters are trained on a dataset."""
     trainer = configuration.current_trainer()
     several = several_of(trainer.model[0])
     return several.data if several is not None and dataset_config is trainer.config.train_dataset else None
@@ -339,8 +339,8 @@ def _lora_plus_ratio() -> Optional[float]:
 
 
 def _check_yaml(config: Dict[str, Any], version: Tuple[int, int]) -> None:
-    """Raises ConfigMistakes if the YAML, or what it loads, is wrong; what is good to know goes to the log."""
-    # mindlora-run needs no such line, and by it the checks know that mindlora is there.
+    """Raises ConfigMistakes if the YAML, or a file that it loads, is wrong; logs warnings and notes."""
+    # mindlora-run needs no such line, by which the checks recognize that mindlora is loaded.
     config["model"]["auto_register"] = BRIDGE
     findings = check_pynative(config, version, first_rows)
     for finding in findings:

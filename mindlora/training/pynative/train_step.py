@@ -1,4 +1,4 @@
-"""What callbacks read and set of a train step, where MindFormers' PyNative Trainer trains: it has none of its own."""
+"""The train step's interface for callbacks under MindFormers' PyNative Trainer, which has no train step."""
 
 import functools
 import math
@@ -30,18 +30,18 @@ _COLUMNS = ("input_ids", "labels")
 
 
 def gradient_of(parameter: Parameter) -> Optional[Tensor]:
-    """Returns the gradient of a parameter, in several processes the sum of theirs; None if it has none."""
+    """Returns the gradient of a parameter, summed over several processes; None if it has none."""
     # hyper_parallel sums gradients in float32 under this name.
     summed = getattr(parameter, "main_grad", None)
     return parameter.grad if summed is None else local(summed)
 
 
 def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
-    """Raises LoraError if a parameter that trains has no gradient: an optimizer would give it that of another one."""
+    """Raises LoraError if a trainable parameter has no gradient: an optimizer would apply another one's to it."""
     missing = [parameter.name for parameter in parameters if gradient_of(parameter) is None]
     if missing:
         raise LoraError(
-            f"The loss has no gradient for {listed(missing)}, which train: the model does not use these cells. "
+            f"The loss has no gradient for {listed(missing)}, which are trainable: the model does not use these cells. "
             "Remove them from target_modules."
         )
 
@@ -49,11 +49,11 @@ def refuse_missing_gradients(parameters: Sequence[Parameter]) -> None:
 class TrainStep(nn.Cell):
     """The model and the optimizer of a Trainer, with the interface of LoraTrainOneStepCell that callbacks use.
 
-    The Trainer's methods below tell it what a step computes, and obey it.
+    The Trainer's replaced methods report each step to this cell and follow its decisions.
 
     Args:
-        model (nn.Cell): The whole model.
-        optimizer (nn.Optimizer): Its optimizer.
+        model (nn.Cell): The undivided model.
+        optimizer (nn.Optimizer): The model's optimizer.
         records_norms (bool): Whether gradient_norms() is available. Default: False.
     """
 
@@ -83,27 +83,27 @@ class TrainStep(nn.Cell):
 
     @functools.cached_property
     def evaluated(self) -> EvaluatedModel:
-        """The model as callbacks call it in evaluation."""
-        # Not a child of this cell, whose parameters it has.
+        """The model in evaluation, as callbacks call it."""
+        # Not a child cell, since it has the parameters of this cell.
         return EvaluatedModel(self.network, self.gpt)
 
     @property
     def adapted(self) -> nn.Cell:
-        """A network with the cells of an adapter: the model, or of several adapters that of the first one."""
+        """A network with an adapter's cells: the model, or with several adapters the first one's network."""
         return self.network
 
     @property
     def reference(self) -> Optional[np.ndarray]:
-        """The fingerprint of the model with which the run began, if its log-probabilities are kept with the data."""
+        """The initial model's fingerprint, if its log-probabilities are stored in the data."""
         return reference_of(self.network)
 
     def begin(self) -> None:
         """Begins a step."""
-        # The tokens that all its micro-batches count, on all ranks; None if there is only one.
+        # The counted tokens of all micro-batches on all ranks; None if there is only one micro-batch.
         self.expected: Optional[int] = None
         self.stops = False
         self.losses: List[Tensor] = []
-        # SUMS of what the step learns from preferences.
+        # SUMS of the step's preferences.
         self.sums = np.zeros(len(SUMS))
         self.tokens = 0
         self.norms: Dict[str, float] = {}
@@ -112,38 +112,38 @@ class TrainStep(nn.Cell):
         self.record = StepRecord(math.nan)
 
     def accumulate(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
-        """Prepares a step of several micro-batches, here or on all ranks: each then counts as much as it has tokens."""
+        """Prepares a step of several micro-batches, here or on all ranks, each weighted by its number of tokens."""
         self.expected = sum(self.counted_tokens(batch) for batch in micro_batches)
         if rank_count() > 1:
             tokens, stops = sum_over_ranks([self.expected, self.stop_requested])
             self.expected, self.stops = int(tokens), bool(stops)
         copies = len(micro_batches) > 1 and ms.get_context("device_target") == "CPU"
         if copies and not self.copies_gradients:
-            # There MindSpore 2.10 adds the next micro-batch's gradient wrongly to one that is a transposed view.
+            # MindSpore 2.10 adds the next micro-batch's gradient incorrectly to one that is a transposed view.
             for parameter in self.network.trainable_params():
                 parameter.register_hook(lambda gradient: gradient.copy())
             self.copies_gradients = True
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns a micro-batch as the loss takes it."""
+        """Returns a micro-batch in the form that the loss takes."""
         return dict(inputs) if self.preference is not None else shifted(inputs, self.gpt.seq_length)
 
     def loss(self, inputs: Mapping[str, Any], micro_batches: int, compute: Callable) -> Tensor:
-        """Returns the mean loss of a micro-batch, weighted as by ``weighted``; ``compute`` is the Trainer's of rows."""
+        """Returns a micro-batch's mean loss, weighted as by ``weighted``; ``compute`` is the Trainer's loss of rows."""
         if self.preference is not None:
             return self.of_preferences(inputs, micro_batches)
         rows = self.rows(inputs)
         return self.weighted(compute(rows), self.counted_tokens(rows), micro_batches)
 
     def of_preferences(self, inputs: Mapping[str, Any], micro_batches: int) -> Tensor:
-        """Returns the mean loss of a micro-batch's preferences, weighted as by ``weighted``."""
+        """Returns a micro-batch's mean preference loss, weighted as by ``weighted``."""
         total, sums = self.preference(*(inputs[name] for name in self.preference.settings.columns))
         self.sums += sums.asnumpy()
         examples = self.counted_tokens(inputs)
         return self.weighted(total / max(examples, 1), examples, micro_batches)
 
     def counted_tokens(self, inputs: Mapping[str, Any]) -> int:
-        """Returns how many tokens of a micro-batch the loss counts, or examples of preferences."""
+        """Returns the number of tokens of a micro-batch, or of preference examples, that the loss counts."""
         if self.preference is not None:
             return int((inputs[self.preference.settings.kind.columns[-1]].asnumpy() != 0).sum())
         return int(self.is_counted(inputs).sum())
@@ -159,9 +159,9 @@ class TrainStep(nn.Cell):
         return counted
 
     def weighted(self, loss: Tensor, tokens: int, micro_batches: int) -> Tensor:
-        """Returns the mean loss of a micro-batch, times its part in the tokens of the step, times all micro-batches.
+        """Returns a micro-batch's mean loss, times its share of the step's tokens, times the number of micro-batches.
 
-        MindFormers divides by the number of these, which are ``micro_batches`` on each rank.
+        MindFormers divides by this number, ``micro_batches`` on each rank.
         """
         self.tokens += tokens
         if self.expected is not None:
@@ -172,11 +172,11 @@ class TrainStep(nn.Cell):
 
     @property
     def tokens_of_step(self) -> int:
-        """How many tokens the loss of the step counts, on all ranks."""
+        """Number of tokens that the step's loss counts, on all ranks."""
         return self.tokens if self.expected is None else self.expected
 
     def before_update(self, parameters: Sequence[Parameter]) -> Optional[float]:
-        """Looks at the gradients; returns their norm if the step must be skipped, else None."""
+        """Checks the gradients; returns their norm if the step must be skipped, else None."""
         self.learning_rate = self.current_rate()
         self.skipped = not self.tokens_of_step
         if self.skipped:
@@ -197,7 +197,7 @@ class TrainStep(nn.Cell):
         return norm if self.skipped else None
 
     def _regularize(self, parameters):
-        """Adds the gradient of AdaLoRA's orthogonality term; that of one that is missing is an error later."""
+        """Adds the gradient of AdaLoRA's orthogonality term; a missing gradient is an error later."""
         before = [gradient_of(parameter) for parameter in parameters]
         if any(gradient is None for gradient in before):
             return
@@ -207,7 +207,7 @@ class TrainStep(nn.Cell):
             gradient.assign_value(regularized)
 
     def after_update(self, gradients: Sequence[Tensor]) -> None:
-        """Does what follows from the optimizer's update with these gradients: AdaLoRA's importance and masks."""
+        """Updates AdaLoRA's importance and masks after the optimizer's update with these gradients."""
         if self.rank_budget is not None:
             with _no_grad():
                 self.rank_budget(tuple(gradients))
@@ -224,18 +224,18 @@ class TrainStep(nn.Cell):
         self.record = StepRecord(loss, norm, tokens, self.skipped, self.stops, self.learning_rate, measures)
 
     def state_parameters(self) -> List[Parameter]:
-        """Returns what it has that a run goes on with, besides the model and the optimizer."""
+        """Returns the step's state for resuming, in addition to the model and the optimizer."""
         if self.rank_budget is None:
             return []
         return [*self.rank_budget.sensitivities, *self.rank_budget.uncertainties]
 
     def current_rate(self) -> float:
-        """Returns the learning rate of this step, of several groups the first one's."""
+        """Returns the learning rate of this step; with several groups, the first one's."""
         rate = self.optimizer.get_lr()
         return float(np.ravel((rate[0] if isinstance(rate, (list, tuple)) else rate).asnumpy())[0])
 
     def set_rate_factor(self, source: str, value: float) -> None:
-        """Sets the factor of the learning rate that ``source`` asks for; all sources' factors are multiplied."""
+        """Sets the learning-rate factor of ``source``; all sources' factors are multiplied."""
         if self.rate is None:
             self.rate = RateFactor(self.optimizer)
         self.rate.set(source, value)
@@ -246,15 +246,15 @@ class TrainStep(nn.Cell):
         return {} if self.rate is None else dict(self.rate.factors)
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
+        """Requests that all ranks stop: the next step's record has ``stop`` set on every rank."""
         self.stop_requested = True
 
     def set_limits(self, loss: float, gradient_norm: float) -> None:
-        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        """Sets the loss and the gradient norm before clipping above which a step is skipped; infinity for no limit."""
         self.limits = (loss, gradient_norm)
 
     def last_record(self) -> StepRecord:
-        """Returns what the last step measured."""
+        """Returns the measurements of the last step."""
         return self.record
 
     def gradient_norms(self) -> Dict[str, float]:
@@ -263,11 +263,11 @@ class TrainStep(nn.Cell):
 
 
 def shifted(inputs: Mapping[str, Any], seq_length: int) -> Dict[str, Any]:
-    """Returns a batch as the model takes it: seq_length tokens in a row, and as label of each the next one.
+    """Returns a batch in the model's form: seq_length tokens per row, each labeled with the next token.
 
-    Rows of seq_length + 1 tokens are those of ``mindlora data`` and of graph mode: label i belongs to token i.
+    Rows of seq_length + 1 tokens have the form of ``mindlora data`` and of graph mode: label i belongs to token i.
 
-    Raises DataError if the rows have another length, or labels that are not shifted although nothing is left over.
+    Raises DataError if the rows have another length, or unshifted labels without the extra token.
     """
     tokens, labels = (inputs.get(name) for name in _COLUMNS)
     if labels is None or tokens.ndim != 2:

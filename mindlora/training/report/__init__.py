@@ -1,4 +1,4 @@
-"""The report of training runs: one HTML page that needs no network, made from their metrics.jsonl."""
+"""The report of training runs: one offline HTML page, built from their metrics.jsonl."""
 
 from typing import Any, Sequence
 
@@ -8,12 +8,12 @@ from mindlora.training.report.page import render
 
 
 def write_report(directories: Sequence[str], output: str, comparisons: Sequence[Any] = ()) -> None:
-    """Writes the page of one run, or one that compares several.
+    """Writes the page of one run, or a page that compares several runs.
 
     Args:
         directories (sequence of str): The folder of each run that holds its metrics.jsonl.
         output (str): The HTML file to write, atomically.
-        comparisons (sequence of Comparison): What held-out rows tell of the runs. Default: (), nothing.
+        comparisons (sequence of Comparison): Comparisons of the runs on held-out rows. Default: ().
 
     Raises:
         DataError: A folder has no metrics.jsonl, or it is damaged.

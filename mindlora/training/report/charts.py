@@ -1,4 +1,4 @@
-"""The charts of a page: which quantities there are, a curve for each run, thinned and placed on the picture; axes."""
+"""The charts of a page: their quantities, one thinned curve for each run, and axes."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 from mindlora.training.report.history import History
 
-# A range of more than this ratio is shown on a logarithmic axis, where the quantity allows it.
+# A range of more than this ratio is shown on a logarithmic axis, if the quantity allows it.
 _LOGARITHMIC_ABOVE = 100.0
 # Values of more than this times the 99th percentile are spikes.
 _SPIKE = 3.0
@@ -21,7 +21,7 @@ class Axis:
     Attributes:
         ticks (list): (value, label) of each tick.
         logarithmic (bool): Whether equal distances are equal ratios.
-        is_cut (bool): Whether some values lie beyond its end.
+        is_cut (bool): Whether some values lie beyond the end of the axis.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Axis:
     is_cut: bool = False
 
     def fraction(self, values: np.ndarray) -> np.ndarray:
-        """Returns where values lie on the axis, 0 at its beginning and 1 at its end; NaN where they have no place."""
+        """Returns values' positions on the axis, 0 at its beginning and 1 at its end; NaN for values without one."""
         values = np.asarray(values, np.float64)
         if self.logarithmic:
             positive = np.where(values > 0, values, np.nan)
@@ -51,11 +51,11 @@ def step_axis(first: int, last: int) -> Axis:
 def value_axis(
     values: np.ndarray, from_zero: bool = False, may_be_logarithmic: bool = False, cuts_spikes: bool = False
 ) -> Axis:
-    """Returns an axis that holds all finite ``values``, or all but rare spikes.
+    """Returns an axis for all finite ``values``, or all except rare spikes.
 
     Args:
-        from_zero (bool): Whether it begins at 0 at the latest.
-        may_be_logarithmic (bool): Whether it is logarithmic if the values differ by more than a factor of 100.
+        from_zero (bool): Whether the axis begins at or below 0.
+        may_be_logarithmic (bool): Whether the axis is logarithmic if the values differ by more than a factor of 100.
         cuts_spikes (bool): Whether values above three times the 99th percentile are left out.
     """
     values = values[np.isfinite(values)]
@@ -77,7 +77,7 @@ def value_axis(
 
 
 def unit_of_bytes(largest: float) -> Tuple[float, str]:
-    """Returns (bytes in the unit, its name) of the unit that shows ``largest`` bytes best."""
+    """Returns the best unit for ``largest`` bytes: (bytes in the unit, its name)."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if largest >= 1024**power:
             return 1024.0**power, unit
@@ -96,7 +96,7 @@ def _power_of_ten(power: int) -> str:
 
 
 def _distance(extent: float, most: int) -> float:
-    """Returns the smallest of 1, 2 and 5 times a power of ten that divides ``extent`` into at most ``most`` parts."""
+    """Returns the smallest 1, 2 or 5 times a power of ten that divides ``extent`` into at most ``most`` parts."""
     power = 10.0 ** math.floor(math.log10(extent / most))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= extent * (1 - 1e-9))
 
@@ -118,14 +118,14 @@ def _labels(ticks: List[float], distance: float) -> List[str]:
     return [f"{tick / 10.0**power:.{decimals}f}e{power}" if tick else "0" for tick in ticks]
 
 
-# The picture, in the units of its viewBox; the plot lies inside the margins.
+# The size of the picture, in units of its viewBox; the plot lies inside the margins.
 WIDTH, HEIGHT = 560, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 40
-# Points of all lines of a chart together, so that a page of a long run, or of many runs, stays small.
+# Maximum number of points of all lines in a chart, so that the page of a long run, or of many runs, stays small.
 _POINTS = 2400
-# Events that are nearer to each other than this share a mark.
+# Events closer together than this share a mark.
 _MARK = 4
-# The axis of steps, and (step, color, text) of the events on it.
+# The axis of steps, and its events as (step, color, text).
 _Timeline = Tuple[Axis, List[Tuple[int, int, str]]]
 # field of a step, title, whether its unit is bytes, whether the axis begins at 0, whether it may be logarithmic
 _QUANTITIES = (
@@ -164,8 +164,8 @@ class Line(NamedTuple):
     """One curve: ``values`` [n] in the unit of the chart, NaN or infinite where not finite, at ``steps`` [n].
 
     Attributes:
-        label (str): What the legend calls it; empty for a curve that the legend leaves out.
-        color (int): Which colour of the page it has.
+        label (str): The curve's name in the legend; empty if the legend leaves it out.
+        color (int): The number of its colour on the page.
         style (str): "line", "faint", or "marked" for a line with a dot at each value.
     """
 
@@ -178,7 +178,7 @@ class Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """What the page draws.
+    """A chart in the form that the page draws.
 
     Attributes:
         x_ticks, y_ticks (list): (position, label).
@@ -186,7 +186,7 @@ class Chart:
         legend (list): (color, style, label).
         not_finite (list of float): Positions of steps at which a value was NaN or infinite.
         events (list): (position, color, text).
-        data (dict): The lines as numbers, for the page to show under the mouse.
+        data (dict): The lines as numbers, which the page shows under the mouse.
     """
 
     title: str
@@ -200,7 +200,7 @@ class Chart:
 
 
 def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
-    """Returns the charts of all quantities that at least one run has; each run has the colour of its number."""
+    """Returns the charts of all quantities that at least one run has; a run's number is its colour."""
     events = [
         (event["step"], number, event["message"] if len(names) == 1 else f"{names[number]}: {event['message']}")
         for number, history in enumerate(histories)
@@ -223,12 +223,12 @@ def charts(histories: Sequence[History], names: Sequence[str]) -> List[Chart]:
 
 
 def is_of_policy(history: History) -> bool:
-    """Returns whether a run learned from rewards: the loss of a policy says nothing about how well it does."""
+    """Returns whether a run learned from rewards: a policy's loss says nothing about its quality."""
     return len(history.series("reward")[0]) > 0
 
 
 def _loss_unit(histories: Sequence[History]) -> str:
-    """Returns the unit of the losses: those of runs that learn from preferences or rewards have none."""
+    """Returns the unit of the losses, which is empty for runs that learn from preferences or rewards."""
     measures = [history.series(name)[0] for history in histories for name in ("reward_chosen", "reward", "teacher/kl")]
     return "" if any(map(len, measures)) else "nats per token"
 
@@ -252,7 +252,7 @@ def _loss_of_one(history: History, timeline: _Timeline):
 
 
 def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timeline):
-    """Returns a chart of training losses, each smoothed, and one of held-out losses."""
+    """Returns a chart of smoothed training losses, and a chart of held-out losses."""
     training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, "loss")]
     held_out = [line._replace(style="marked") for line in _lines(histories, names, "held_out_loss")]
     return [
@@ -263,7 +263,7 @@ def _losses(histories: Sequence[History], names: Sequence[str], timeline: _Timel
 
 
 def _learned(histories: Sequence[History], names: Sequence[str], timeline: _Timeline, field: str, title: str):
-    """Returns a chart of what preferences or rewards teach, in training and on held-out data, or None."""
+    """Returns a chart of a measure of preferences or rewards, in training and on held-out data, or None."""
     training = [line._replace(values=smoothed(line.values)) for line in _lines(histories, names, field)]
     lines = training + [line._replace(style="marked") for line in _lines(histories, names, f"held_out_{field}")]
     return draw(title, "", lines, *timeline) if lines else None
@@ -293,13 +293,13 @@ def draw(
     may_be_logarithmic: bool = False,
     cuts_spikes: bool = False,
 ) -> Chart:
-    """Returns the chart of ``lines``, of which at least one has a point; the first is drawn first.
+    """Returns the chart of ``lines``, at least one of which has a point; the first line is drawn first.
 
     Args:
         unit (str): May be empty.
-        events (sequence): (step, color, text) of what is marked on the time line.
-        from_zero (bool): Whether the axis of values begins at 0 at the latest.
-        cuts_spikes (bool): Whether it leaves rare spikes out, which then end at the upper edge.
+        events (sequence): The marks on the time line, as (step, color, text).
+        from_zero (bool): Whether the axis of values begins at or below 0.
+        cuts_spikes (bool): Whether the axis leaves out rare spikes, which then end at the upper edge.
     """
     y_axis = value_axis(np.concatenate([line.values for line in lines]), from_zero, may_be_logarithmic, cuts_spikes)
     thinned = [thin(line, max(100, _POINTS // len(lines))) for line in lines]
@@ -319,7 +319,7 @@ def draw(
 
 
 def thin(line: Line, most: int) -> Line:
-    """Returns a line of at most ``most`` points: of each part of it, the smallest and the largest value."""
+    """Returns a line of at most ``most`` points: the smallest and the largest value of each section."""
     if len(line.steps) <= most:
         return line
     kept = []
@@ -336,7 +336,7 @@ def thin(line: Line, most: int) -> Line:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of the finite values around each one, NaN if there are none: of 9, or of 2 % if that is more."""
+    """Returns the mean of the finite values around each value: 9 values, or 2 % if that is more; NaN for none."""
     half = max(4, len(values) // 100)
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -356,7 +356,7 @@ def _y(axis: Axis, values) -> np.ndarray:
 
 
 def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]:
-    """Returns (color, style, path data) of a line, interrupted where a value is not finite, and of its dots."""
+    """Returns (color, style, path data) of a line, interrupted at values that are not finite, and of its dots."""
     with np.errstate(invalid="ignore"):
         xs = _x(x_axis, line.steps)
         ys = _y(y_axis, np.where(np.isfinite(line.values), line.values, np.nan))
@@ -367,7 +367,7 @@ def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]
         if math.isnan(y):
             pen_down = False
             continue
-        # h0 is a part of no length: a dot, as the ends of a line are round.
+        # h0 draws a segment of no length: a dot, because lines have round ends.
         dots.append(f"M{x:.1f} {y:.1f}h0")
         parts.append(f"L{x:.1f} {y:.1f}" if pen_down else dots[-1])
         pen_down = True
@@ -376,7 +376,7 @@ def _paths(line: Line, x_axis: Axis, y_axis: Axis) -> List[Tuple[int, str, str]]
 
 
 def _marks(events: Sequence[Tuple[int, int, str]], axis: Axis) -> List[Tuple[float, int, str]]:
-    """Returns (position, color, text) of the events, those that are near each other joined at the first of them."""
+    """Returns (position, color, text) of the events; nearby events are joined at the first of them."""
     places: Dict[Tuple[int, int], Tuple[float, List[str]]] = {}
     for step, color, text in events:
         if axis.low <= step <= axis.high:

@@ -1,11 +1,11 @@
-"""Heat maps of the adapter's health: one row for each kind of cell, one column for each layer."""
+"""Heat maps of the adapter's health, with a row for each kind of cell and a column for each layer."""
 
 import dataclasses
 import math
 import re
 from typing import Callable, Dict, List, Optional, Tuple
 
-# The picture, in the units of its viewBox.
+# The size of the picture, in units of its viewBox.
 WIDTH = 560
 LEFT = 132
 TOP = 8
@@ -15,12 +15,12 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """One cell of the network on the picture.
+    """One cell of the network in the picture.
 
     Attributes:
-        shade (float or None): From 0, the smallest value on the map, to 1, the largest; None if the value is not known.
-        title (str): What the page shows under the mouse.
-        faulty (bool): Whether a rule found something here.
+        shade (float or None): From 0, the smallest value on the map, to 1, the largest; None if the value is unknown.
+        title (str): The text that the page shows under the mouse.
+        faulty (bool): Whether a rule has a finding for this cell.
     """
 
     x: float
@@ -32,7 +32,7 @@ class Square:
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """What the page draws for one quantity: ``low`` and ``high`` are its smallest and its largest value.
+    """The heat map of one quantity; ``low`` and ``high`` are its smallest and its largest value.
 
     Attributes:
         square (float): Width of a square.
@@ -51,7 +51,7 @@ class HeatMap:
 
 
 def draw_health(health: dict) -> List[HeatMap]:
-    """Returns a map for each quantity that is known of at least one cell, from HealthReport.to_json()."""
+    """Returns a map for each quantity that at least one cell has, from HealthReport.to_json()."""
     faulty = [finding["path"] for finding in health["findings"] if finding["path"]]
     maps = {}
     for title, value_of in _QUANTITIES:
@@ -101,7 +101,7 @@ def _draw(title: str, values: Dict[str, Optional[float]], low: float, high: floa
 
 
 def _place(path: str) -> Tuple[int, str]:
-    """Returns (layer, name of the cell in its layer); the layer is -1 if the path has no number."""
+    """Returns (layer, name of the cell within the layer); the layer is -1 if the path has no number."""
     number = _LAYER.search(path)
     return (int(number.group(1)), path[number.end() :]) if number else (-1, path)
 

@@ -1,17 +1,17 @@
-"""The history of a training run: metrics.jsonl, one JSON object per line, written while the run goes on.
+"""The history of a training run: metrics.jsonl, one JSON object per line, written during the run.
 
-Every record has "step" and one of the keys in KINDS, which says what it holds:
+Every record has "step" and one of the keys in KINDS, which says what the record holds:
 
 - "run": the configuration, versions, machine and data; the first record of a run, and of each resumption.
-- "loss": one step, with the fields of STEP_FIELDS as far as they are known.
-- "held_out_loss": the loss on held-out data, with the other HELD_OUT_FIELDS as far as they are known.
+- "loss": one step, with the known fields of STEP_FIELDS.
+- "held_out_loss": the loss on held-out data, with the other known HELD_OUT_FIELDS.
 - "forgetting": the divergence from the base, in nats per token, on the base's own answers.
-- "event": what a guard or a schedule did, with "message".
+- "event": an action of a guard or a schedule, with "message".
 - "health": a measurement of the adapter.
-- "answers": a list of {"prompt", "answer"}, with the "reward" of an answer that was rated.
-- "evaluation": what mindlora eval found: "tables" of {"title", "rows"}, rows of texts, and "verdicts", a list of texts.
+- "answers": a list of {"prompt", "answer"}, with "reward" if the answer was rated.
+- "evaluation": results of mindlora eval: "tables" of {"title", "rows"}, rows of texts, and "verdicts", a list of texts.
 
-JSON has no NaN and no infinity; they are written as the texts "nan", "inf" and "-inf", which float() reads.
+JSON has neither NaN nor infinity; they are written as the texts "nan", "inf" and "-inf", which float() reads.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ FILE_NAME = "metrics.jsonl"
 EARLIER_NAME = "metrics_earlier.jsonl"
 # In the order of History's fields.
 KINDS = ("run", "loss", "held_out_loss", "forgetting", "event", "health", "answers", "evaluation")
-# Kinds that are a number.
+# Kinds whose value is a number.
 _MEASURED = ("held_out_loss", "forgetting")
-# The fields of a step: seconds since 1970, the loss and so on, the bytes that this rank sent, and those in use.
+# The fields of a step: seconds since 1970, the loss and so on, and the bytes sent by this rank and in use.
 STEP_FIELDS = (
     "time",
     "loss",
@@ -52,15 +52,15 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 class HistoryWriter:
     """Appends records to metrics.jsonl, each flushed at once, so that a killed run loses at most the last one.
 
-    What an earlier run wrote there after ``step`` is moved to the end of metrics_earlier.jsonl.
+    Records that an earlier run wrote after ``step`` are moved to the end of metrics_earlier.jsonl.
 
     Args:
-        directory (str): The folder of metrics.jsonl; made if it does not exist.
+        directory (str): The folder of metrics.jsonl; created if it does not exist.
         step (int, optional): The step at which this run starts: 0 for a new one, the saved step for a resumed one. None
             adds to the history of a run that has ended.
 
     Attributes:
-        moved (int): How many records of an earlier run were moved.
+        moved (int): Number of an earlier run's records that were moved.
         start (int): The byte of the file at which this run's records begin.
     """
 
@@ -69,10 +69,10 @@ class HistoryWriter:
         self.path = os.path.join(directory, FILE_NAME)
         self.moved = _set_aside(self.path, math.inf if step is None else step)
         self.start = os.path.getsize(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run goes on
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open during the run
 
     def append(self, step: int, **record: Any) -> None:
-        """Writes one record, of one of KINDS, such as ``append(7, held_out_loss=1.5)``."""
+        """Writes one record of one of KINDS, such as ``append(7, held_out_loss=1.5)``."""
         self._file.write(_line({"step": step, **record}))
         self._file.flush()
 
@@ -82,11 +82,11 @@ class HistoryWriter:
 
 
 class HistoryReader:
-    """Reads metrics.jsonl while it is written.
+    """A reader of metrics.jsonl while it is written.
 
     Args:
         path (str): The file.
-        start (int): The byte at which to begin, where a record does.
+        start (int): The byte at which to begin; a record must begin there.
     """
 
     def __init__(self, path: str, start: int):
@@ -94,7 +94,7 @@ class HistoryReader:
         self.position = start
 
     def records(self) -> Iterator[Tuple[str, dict]]:
-        """Yields (kind, record) of what is new; a record counts as read when the next one is asked for.
+        """Yields (kind, record) of each new record; a record counts as read once the next one is requested.
 
         Raises DataError if a record is damaged.
         """
@@ -109,18 +109,18 @@ class HistoryReader:
 
 @dataclasses.dataclass
 class History:
-    """What metrics.jsonl holds, by kind and in the order of the file; each record has its "step".
+    """The content of metrics.jsonl, by kind and in the order of the file; each record has its "step".
 
     Attributes:
-        directory (str): The folder that it is in.
-        runs (list of dict): "run" of the run and of each resumption.
-        steps (list of dict): The training steps; a value that is not known is None.
-        held_out (list of dict): Measurements of "held_out_loss"; a value that is not known is None.
+        directory (str): The folder of metrics.jsonl.
+        runs (list of dict): The "run" of the first start and of each resumption.
+        steps (list of dict): The training steps; an unknown value is None.
+        held_out (list of dict): Measurements of "held_out_loss"; an unknown value is None.
         forgetting (list of dict): Measurements of "forgetting".
         events (list of dict): "event" and "message".
-        health (list of dict): "health", as AdapterHealth measured it.
+        health (list of dict): "health", as measured by AdapterHealth.
         answers (list of dict): "answers", a list of {"prompt", "answer"}.
-        evaluations (list of dict): "evaluation", as mindlora eval writes it.
+        evaluations (list of dict): "evaluation", as written by mindlora eval.
     """
 
     directory: str
@@ -135,12 +135,12 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last step that anything was recorded at."""
+        """The last step with a record."""
         kinds = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "directory")
         return max(record["step"] for records in kinds for record in records)
 
     def series(self, name: str) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [n], int64, in order, and the values [n], float64, of a field, where it is known.
+        """Returns a field's steps [n], int64, in order, and values [n], float64, as far as they are known.
 
         Args:
             name (str): One of STEP_FIELDS or of HELD_OUT_FIELDS, or ``forgetting``.
@@ -156,10 +156,10 @@ class History:
 
 
 def read_history(directory: str) -> History:
-    """Reads metrics.jsonl, also that of a run that goes on or was killed: a last line that is cut off is left out.
+    """Reads metrics.jsonl, even of an unfinished or killed run: a truncated last line is left out.
 
     Args:
-        directory (str): The folder that holds it.
+        directory (str): The folder that holds metrics.jsonl.
 
     Raises:
         DataError: There is no such file, it has no complete record, or a record is damaged.
@@ -183,7 +183,7 @@ def read_history(directory: str) -> History:
 
 
 def _set_aside(path: str, step: float) -> int:
-    """Moves what an earlier run wrote after ``step`` (all of it, if this run is new); returns how many records."""
+    """Moves an earlier run's records after ``step`` (all records, if this run is new); returns their number."""
     kept = []
     later = []
     if os.path.isfile(path):
@@ -193,7 +193,7 @@ def _set_aside(path: str, step: float) -> int:
     if later:
         with open(os.path.join(os.path.dirname(path), EARLIER_NAME), "a", encoding="utf-8") as file:
             file.writelines(later)
-    # Also without ``later``: a killed run may have left half a line.
+    # Even without ``later``: a killed run may have left half a line.
     with atomic.replace_file(path) as written, open(written, "w", encoding="utf-8") as file:
         file.writelines(kept)
     return len(later)
@@ -211,7 +211,7 @@ def _line(record: dict) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Returns ``value`` as JSON can hold it: NumPy's scalars as numbers, NaN and infinity as text."""
+    """Returns ``value`` in a form that JSON can hold: NumPy's scalars as numbers, NaN and infinity as text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -224,7 +224,7 @@ def _plain(value: Any) -> Any:
 
 
 def _record(line: str, source: str) -> Tuple[str, dict]:
-    """Returns the kind of a record and the record, its numbers checked."""
+    """Returns the kind of a record and the record, after checking its numbers."""
     record = parse_object(line, source, DataError)
     kinds = [kind for kind in KINDS if kind in record]
     step = record.get("step")
@@ -249,7 +249,7 @@ def _number(value: Any, name: str, source: str) -> Optional[float]:
 
 
 def _check_type(record: dict, kind: str, source: str) -> None:
-    """Raises DataError unless a record holds what the report expects."""
+    """Raises DataError unless a record has the form that the report expects."""
     right = {
         "run": lambda: isinstance(record["run"], dict),
         "event": lambda: isinstance(record["event"], str) and isinstance(record.get("message"), str),

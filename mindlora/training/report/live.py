@@ -1,4 +1,4 @@
-"""The page of runs that go on, served to browsers of this machine: they show it anew when a run has written more."""
+"""The live page of runs, served to this machine's browsers, which refresh it when a run has written more."""
 
 import http.server
 import os
@@ -12,27 +12,27 @@ from mindlora.training.report.history import FILE_NAME, read_history
 from mindlora.training.report.page import render
 
 _ADDRESS = "127.0.0.1"
-# A page of another site can have its own name lead here, and is not shown the runs.
+# Another site can make its own host name resolve to this server; it must not see the runs.
 _NAMES = (_ADDRESS, "localhost")
 
 
 class LiveReport(http.server.ThreadingHTTPServer):
-    """Serves the page of some runs at /, made of what their histories hold when it is asked for.
+    """A server of the page of some runs at /, built from the current histories at each request.
 
     Args:
         directories (sequence of str): The folder of each run that holds its metrics.jsonl.
-        port (int): Port of 127.0.0.1 to listen on; 0 for any that is free.
+        port (int): Port of 127.0.0.1 to listen on; 0 for any free port.
 
     Raises:
         DataError: A folder has no metrics.jsonl, or it is damaged.
-        ConfigError: The port cannot be listened on, or Jinja2 is missing.
+        ConfigError: The server cannot listen on the port, or Jinja2 is missing.
     """
 
     daemon_threads = True
 
     def __init__(self, directories: Sequence[str], port: int):
         self._directories = list(directories)
-        # Style and scripts with this mark are the page's own, and browsers run no others.
+        # Browsers apply only styles and scripts with this mark, which are the page's own.
         self._nonce = secrets.token_urlsafe(16)
         self._lock = threading.Lock()
         self._made: Tuple[str, bytes] = ("", b"")
@@ -49,7 +49,7 @@ class LiveReport(http.server.ThreadingHTTPServer):
 
     @property
     def policy(self) -> str:
-        """What browsers may do on the page: its Content-Security-Policy."""
+        """The page's Content-Security-Policy, which limits what browsers may do."""
         own = f"'nonce-{self._nonce}'"
         return (
             f"default-src 'none'; script-src {own}; style-src {own}; connect-src 'self'; img-src data:; "
@@ -69,13 +69,13 @@ class LiveReport(http.server.ThreadingHTTPServer):
             return self._made
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a browser that leaves before it has the page."""
+        """Ignores a browser that disconnects before it has the page."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
 def _version(directory: str) -> str:
-    """Returns what is another text once a history has been written to."""
+    """Returns a text that changes whenever a history is written to."""
     try:
         status = os.stat(os.path.join(directory, FILE_NAME))
     except FileNotFoundError:
@@ -87,7 +87,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: LiveReport
 
     def do_GET(self) -> None:
-        """Answers with the page, with 304 if the browser has it, or with the reason why there is none."""
+        """Answers with the page, with 304 if the browser has it, or with the reason for its absence."""
         if self.headers.get("Host", "").split(":")[0] not in _NAMES:
             self._send(403, f"Open {self.server.url}.")
         elif self.path != "/":
@@ -96,7 +96,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send_page()
 
     def log_message(self, *_: Any) -> None:
-        """Writes nothing: a page asks every other second."""
+        """Writes nothing: a page sends a request every other second."""
 
     def _send_page(self) -> None:
         try:

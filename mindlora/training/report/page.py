@@ -1,4 +1,4 @@
-"""The HTML page of one run or several: what its template shows, key figures included, gathered from their histories."""
+"""The HTML page of one or several runs: gathers the contents of its template from their histories."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,7 @@ from mindlora.training.report import charts, heat_map
 from mindlora.training.report.charts import unit_of_bytes
 from mindlora.training.report.history import History
 
-# The configurations of runs as tables: all keys, those set to other values than the defaults, those that differ.
+# Tables of runs' configurations: all keys, keys with values other than the defaults, and keys that differ.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Setting:
 
 
 def flat(configuration: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns {dotted key: value}. A callback's name stands in the key in place of its number in the list."""
+    """Returns {dotted key: value}. The key of a callback has its name instead of its number in the list."""
     leaves: Dict[str, Any] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -49,7 +49,7 @@ def flat(configuration: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def settings(run: Mapping[str, Any]) -> List[Setting]:
-    """Returns every key of a configuration, from the record "run" of a history."""
+    """Returns all settings of a configuration, from the record "run" of a history."""
     defaults = run.get("defaults") or {}
     return [
         Setting(
@@ -63,7 +63,7 @@ def settings(run: Mapping[str, Any]) -> List[Setting]:
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> List[tuple]:
-    """Returns (key, texts) of each key that does not have the same value in all runs; "-" where a run lacks it."""
+    """Returns (key, texts) for each key whose value differs among runs; "-" for a run that lacks it."""
     flats = [flat(run.get("configuration") or {}) for run in runs]
     rows = []
     for key in dict.fromkeys(key for leaves in flats for key in leaves):
@@ -74,7 +74,7 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> List[tuple]:
 
 
 def text(value: Any) -> str:
-    """Returns a value as a reader of a YAML knows it; a float that is a whole number as that number."""
+    """Returns a value as it would appear in a YAML; an integral float as an integer."""
     if isinstance(value, str):
         return value or "''"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
@@ -84,23 +84,23 @@ def text(value: Any) -> str:
 
 # Key of the description of a run -> title of its table.
 _FACTS = (("data", "Data"), ("versions", "Versions"), ("machine", "Machine"))
-# Events in the table of the page; the rest is in metrics.jsonl.
+# Number of events in the page's table; the rest are in metrics.jsonl.
 _EVENTS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run on the page.
+    """A run on the page.
 
     Attributes:
-        name (str): What tells it from the others.
-        summary (list): (label, value) of its key figures.
-        events (list of dict): The first of its events; ``more_events`` are left out.
+        name (str): A name that distinguishes the run from the others.
+        summary (list): (label, value) of the run's key figures.
+        events (list of dict): The run's first events; ``more_events`` others are left out.
         health (list of HeatMap): The last measurement of the adapter's health, at ``health_step``.
-        findings (list of dict): What its rules found.
+        findings (list of dict): The findings of the health rules.
         answers (list): (prompt, [(step, answer)]) of each prompt.
-        evaluation (dict or None): What mindlora eval found last: "tables" and "verdicts".
-        facts (list): (title, [(label, value)]) of its data, versions and machine.
+        evaluation (dict or None): The last results of mindlora eval: "tables" and "verdicts".
+        facts (list): (title, [(label, value)]) of the run's data, versions and machine.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Run:
 def render(histories: Sequence[History], comparisons: Sequence[Any] = (), live: Optional[str] = None) -> str:
     """Returns the HTML page of the runs with these histories, and of comparisons of their answers.
 
-    With ``live``, the nonce of its style and scripts, it asks where it comes from for itself again and again.
+    With ``live``, the nonce of its styles and scripts, the page keeps requesting itself from its server.
     """
     try:
         import jinja2
@@ -156,7 +156,7 @@ def render(histories: Sequence[History], comparisons: Sequence[Any] = (), live: 
 
 
 def run_names(directories: Sequence[str]) -> List[str]:
-    """Returns what tells the runs in ``directories`` apart: their paths without what all have in common."""
+    """Returns names that distinguish the runs in ``directories``: their paths without the common parts."""
     paths = [os.path.abspath(directory) for directory in directories]
     if len(set(paths)) < len(paths) or len(paths) == 1:
         return [os.path.basename(path) for path in paths]
@@ -193,12 +193,12 @@ def _texts(facts: Mapping[str, Any]) -> List[Tuple[str, str]]:
 
 
 def _latest_run(history: History) -> dict:
-    """Returns the description of the run as it was last begun or resumed."""
+    """Returns the description of the run from its last start or resumption."""
     return history.runs[-1]["run"] if history.runs else {}
 
 
 def _answers(history: History) -> List[Tuple[str, List[Tuple[int, str]]]]:
-    """Returns (prompt, [(step, answer)]) of the first and of the last answer to each prompt."""
+    """Returns (prompt, [(step, answer)]) with the first and the last answer to each prompt."""
     answers: dict = {}
     for record in sorted(history.answers, key=lambda record: record["step"]):
         for row in record["answers"]:
@@ -208,7 +208,7 @@ def _answers(history: History) -> List[Tuple[str, List[Tuple[int, str]]]]:
 
 
 def summary(history: History) -> List[Tuple[str, str]]:
-    """Returns (label, value) of the figures that are known of a run."""
+    """Returns (label, value) of a run's known key figures."""
     figures = [
         ("Steps", _steps(history)),
         ("Reward", _reward(history)),
@@ -271,7 +271,7 @@ def _median(values: np.ndarray) -> Optional[str]:
 
 
 def _duration(history: History) -> Optional[str]:
-    """Returns the time from each start to the last step after it, without the pauses between them."""
+    """Returns the total time from each start to its last step, without the pauses in between."""
     steps, times = history.series("time")
     if not len(steps) or not history.runs:
         return None

@@ -1,4 +1,4 @@
-"""Which cells deserve rank: a rank_pattern from what AdapterHealth recorded in a run."""
+"""Rank suggestions: a rank_pattern from the records of AdapterHealth in a run."""
 
 import dataclasses
 import math
@@ -11,26 +11,26 @@ from mindlora.models.target_modules import kind_of_path, patterns_of
 from mindlora.models.variants.registry import VARIANTS
 from mindlora.training.report.history import History
 
-# Ranks that are suggested: few, so that many cells share one.
+# The ranks to suggest: few, so that many cells share one.
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# Largest rank of a cell, in mean ranks: what its spectrum says of ranks that it does not have is a guess.
+# Largest rank of a cell, in mean ranks: beyond the cell's own rank, the spectrum is a guess.
 _MOST = 4
-# How fast singular values are taken to fall behind the last one that is known, at the slowest, and if one alone is.
+# The assumed decay of singular values after the last known one: its slowest rate, and its rate if only one is known.
 _SLOWEST = 0.95
 _UNKNOWN = 0.5
-# |P| times the norm of its gradient bounds the sum over P g, which is the same for each of these parts.
+# |P| times the norm of its gradient bounds the sum over P g, which is the same for all of these parts.
 _PARTS = ("A", "B", *(variant.zero_part for variant in VARIANTS if variant.allocates_ranks))
 
 
 @dataclasses.dataclass(frozen=True)
 class CellEvidence:
-    """What a run says of one cell.
+    """A run's evidence about one cell.
 
     Attributes:
-        sensitivity (float): Mean over the run of min over its parts P of |P| |gradient of P|: a bound of how much the
-            loss changes, in first order, with the size of what the adapter adds.
-        spectrum (tuple of float): Singular values of what the adapter has changed, the largest first.
-        used (float): Effective rank of that, 0 if it is zero.
+        sensitivity (float): Mean over the run of min over its parts P of |P| |gradient of P|: a first-order bound on
+            the change of the loss with the size of the adapter's output.
+        spectrum (tuple of float): Singular values of the adapter's change of the weight, the largest first.
+        used (float): Effective rank of that change, 0 if the change is zero.
     """
 
     rank: int
@@ -39,9 +39,9 @@ class CellEvidence:
     used: float
 
     def scores(self, count: int) -> List[float]:
-        """Returns the sensitivity of the first ``count`` directions: its share by the singular values.
+        """Returns the sensitivity of the first ``count`` directions, shared out by the singular values.
 
-        Behind the last one that is known, they go on falling as fast as they did on average.
+        After the last known one, singular values are assumed to keep falling at their average rate.
         """
         values = [value for value in self.spectrum[: self.rank] if value > 0]
         if not values:
@@ -56,7 +56,7 @@ class CellEvidence:
 
 @dataclasses.dataclass(frozen=True)
 class RankGroup:
-    """Cells of one kind that get the same rank; ``pattern``, for rank_pattern, matches these cells and no other."""
+    """Cells of one kind that get the same rank; ``pattern``, for rank_pattern, matches only these cells."""
 
     pattern: str
     paths: Tuple[str, ...]
@@ -66,14 +66,14 @@ class RankGroup:
 
 @dataclasses.dataclass(frozen=True)
 class RankSuggestion:
-    """Ranks for a run like one that was recorded; str() is YAML to paste into pet_config.
+    """Ranks for a run like the recorded one; str() is YAML to paste into pet_config.
 
     Attributes:
         run (str): Folder of the run.
-        budget, before, spent (int): The sum of ranks that was to be spent, that of the run, and that of the suggestion.
+        budget, before, spent (int): The sum of ranks available, in the run, and in the suggestion.
         lora_rank (int): The rank of cells that no pattern matches.
         groups (tuple of RankGroup): All cells, the most sensitive group first.
-        without (tuple of str): Cells of which too little is known; they keep their rank, outside of the budget.
+        without (tuple of str): Cells with too little evidence; they keep their rank, outside the budget.
     """
 
     run: str
@@ -103,11 +103,11 @@ class RankSuggestion:
 
 
 def suggest_ranks(history: History, budget: Optional[int] = None) -> RankSuggestion:
-    """Returns the ranks that the gradients and spectra of a run with AdapterHealth ask for.
+    """Returns the ranks that the gradients and spectra of a run with AdapterHealth suggest.
 
     A rank is worth the sensitivity of its direction (CellEvidence.scores), AdaLoRA's measure in the singular vectors of
-    what was learned. Every cell gets rank 1; then the cell whose next ranks are worth most on average gets them, in the
-    steps of LADDER, as long as the budget lasts: by default the sum of ranks of the run.
+    the learned change. Every cell gets rank 1; then the cell whose next ranks are worth most on average gets them, in
+    the steps of LADDER, until the budget is spent. The default budget is the run's sum of ranks.
 
     Raises:
         DataError: The run recorded no gradients, or no singular values.
@@ -155,14 +155,14 @@ def _evidence(history: History) -> Tuple[Dict[str, CellEvidence], List[str]]:
     evidence = {}
     without = []
     for path, cell in records[-1].items():
-        # AdaLoRA may have left a cell without a rank, and then without a spectrum.
+        # AdaLoRA may have left a cell without ranks, and thus without a spectrum.
         spectrum = [] if cell["rank"] == 0 else cell.get("singular_values")
         if spectrum is None or path not in sensitivities:
             without.append(path)
             continue
         rank = cell["rank"] // 2 if doubled else cell["rank"]
         mean = math.fsum(sensitivities[path]) / len(sensitivities[path])
-        # What an initialization began with is in the change too, so that more ranks than train can be in use.
+        # The change includes the initial pair, so more ranks can be in use than the trained rank.
         evidence[path] = CellEvidence(rank, mean, tuple(spectrum), min(cell["effective_rank"] or 0.0, rank))
     if not evidence:
         raise DataError(
@@ -187,7 +187,7 @@ def _sensitivity(cell: Mapping[str, Any]) -> Optional[float]:
 
 
 def _has_initial_pairs(runs: List[dict]) -> bool:
-    """Returns whether a run's lora_init changed the base, so that what it changed has twice the rank that trains."""
+    """Returns whether a run's lora_init changed the base, so that the change has twice the trained rank."""
     node = (runs[-1]["run"] if runs else {}).get("configuration") or {}
     for key in ("model", "model_config", "pet_config"):
         node = node.get(key) or {}

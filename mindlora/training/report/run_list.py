@@ -1,4 +1,4 @@
-"""The training runs below a folder: how far each has come, as its metrics.jsonl and the files beside it tell."""
+"""The training runs below a folder and their progress, from metrics.jsonl and the files beside it."""
 
 import dataclasses
 import datetime
@@ -15,24 +15,23 @@ from mindlora.training.report.history import FILE_NAME, History, read_history
 
 # Kinds of events that end a run.
 _ENDS = {"stop": "stopped", "early_stop": "finished", "divergence": "failed"}
-# A run is silent that has written nothing for this many times its longest pause so far, and for so many seconds: at
+# A run is silent if it has written nothing for this many times its longest pause so far, and for this many seconds: at
 # least, and while it loads the base and compiles.
 _PAUSES, _LEAST, _BEFORE_STEPS = 10, 300.0, 1800.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedRun:
-    """One run.
+    """A run in the list.
 
     Attributes:
         path (str): Its folder.
-        state (str): running; finished; stopped, by a signal; failed; silent, which has not ended and no longer writes;
-            or unreadable.
-        step, steps (int or None): The last step, and how many the run is to have.
+        state (str): running; finished; stopped, by a signal; failed; silent (neither ended nor writing); or unreadable.
+        step, steps (int or None): The last step, and the planned number of steps.
         loss (float or None): The training loss of the last step.
         held_out_loss, held_out_step (float and int, or None): The lowest held-out loss, and its step.
-        written (float): When its history was last written, in seconds since 1970.
-        problem (str or None): Why it is unreadable.
+        written (float): When the run's history was last written, in seconds since 1970.
+        problem (str or None): Why the run is unreadable.
     """
 
     path: str
@@ -72,7 +71,7 @@ def list_runs(folder: str, now: Optional[float] = None) -> RunList:
 
     Args:
         folder (str): Where to look.
-        now (float, optional): The time, in seconds since 1970. Default: None, that of the clock.
+        now (float, optional): The current time, in seconds since 1970. Default: None, the clock's time.
 
     Raises:
         DataError: The folder does not exist, or holds no run.
@@ -126,11 +125,11 @@ def _state(history: History, run: dict, step: int, silence: float) -> str:
     steps = run["run"].get("total_steps")
     if steps and step >= steps:
         return "finished"
-    # What happened at the step at which a run was resumed had happened before.
+    # Events at the step from which a run was resumed happened before the resumption.
     for event in reversed([event for event in history.events if event["step"] > run["step"]]):
         if event["event"] in _ENDS:
             return _ENDS[event["event"]]
-        # ForgettingBudget goes back and goes on, or goes back and ends.
+        # After going back, ForgettingBudget continues or ends the run.
         if event["message"].endswith("the run ends."):
             return "finished"
     if _has_failed(history.directory, run["run"].get("time") or 0.0):
@@ -139,13 +138,13 @@ def _state(history: History, run: dict, step: int, silence: float) -> str:
 
 
 def _has_failed(directory: str, began: float) -> bool:
-    """Returns whether the run that began at a time has left the traceback of an error."""
+    """Returns whether the run that began at a time has left an error's traceback."""
     tracebacks = glob.glob(os.path.join(glob.escape(directory), "log", "rank_*", "traceback.txt"))
     return any(os.path.getmtime(path) > began for path in tracebacks)
 
 
 def _patience(history: History, run: dict) -> float:
-    """Returns after how many seconds without a record a run counts as silent."""
+    """Returns the number of seconds without a record after which a run counts as silent."""
     times: List[float] = [step["time"] for step in history.steps if step["step"] > run["step"] and step["time"]]
     if len(times) < 2:
         return _BEFORE_STEPS

@@ -1,4 +1,4 @@
-"""RunReport: what happens in a run as numbers in metrics.jsonl, and as a page in report.html, which describes it."""
+"""RunReport: records a run as numbers in metrics.jsonl, and describes it on a page, report.html."""
 
 import dataclasses
 import functools
@@ -33,28 +33,28 @@ from mindlora.training.resume.training_state import total_steps
 from mindlora.training.run_configuration import plain, run_configuration
 
 REPORT_NAME = "report.html"
-# The report is written again after this many times the time that writing it took, and when the run ends.
+# The report is rewritten after this many times the time that writing it took, and when the run ends.
 _PAUSE = 20
-# The recorded fields that MFLossMonitor does not give to TensorBoard.
+# The recorded fields that MFLossMonitor does not send to TensorBoard.
 _TO_TENSORBOARD = (*("tokens_per_second", "bytes_exchanged", "memory_bytes", "forgetting"), *MEASURES, *HELD_OUT_FIELDS)
-# Node of the YAML -> where MindFormers keeps the class that its "type" names.
+# Node of the YAML -> the MindFormers module that holds the class that its "type" names.
 _NODES = {
     "optimizer": MindFormerModuleType.OPTIMIZER,
     "lr_schedule": MindFormerModuleType.LR,
     "runner_wrapper": MindFormerModuleType.WRAPPER,
     "model.model_config": MindFormerModuleType.CONFIG,
 }
-# Rows of the data that are looked at.
+# Number of rows of the data to inspect.
 _ROWS = 256
 
 
 @register
 class RunReport(Callback):
-    """Records every step of a run in metrics.jsonl, and shows the run in report.html. mindlora-run adds it by itself.
+    """Records every step of a run in metrics.jsonl, and shows the run in report.html; mindlora-run adds it itself.
 
     metrics.jsonl is complete after every step. report.html is written after LoraCheckpoint has saved, and when the run
-    ends; ``mindlora report`` writes it at any time. Rank 0 writes both. The same numbers go to TensorBoard if the YAML
-    has tensorboard.tensorboard_dir, except those that MFLossMonitor gives it.
+    ends; ``mindlora report`` writes it at any time. Rank 0 writes both files. If the YAML has
+    tensorboard.tensorboard_dir, TensorBoard gets the same numbers, except those that MFLossMonitor sends.
 
     Args:
         directory (str): Folder to write to. Default: None, the output folder of the run.
@@ -132,7 +132,7 @@ class RunReport(Callback):
         """Returns the fields of the step that has ended."""
         record = step_record(params)
         exchange = getattr(train_step_of(params.train_network), "exchange", None)
-        # With data sinking several steps are reported at once, of which the record knows the last.
+        # With data sinking, several steps are reported at once, and the record describes the last.
         steps = params.cur_step_num - self.step_before
         seconds = now - self.time_before
         return {
@@ -155,7 +155,7 @@ class RunReport(Callback):
                 self.tensorboard.add_scalar(name.replace("_", "-"), record[name], global_step=step)
 
     def _record_rest(self, params):
-        """Records the events and the answers that are new."""
+        """Records new events and answers."""
         events = params.get("training_events") or []
         answers = params.get("training_answers") or []
         for event in events[self.events_written :]:
@@ -174,13 +174,13 @@ class RunReport(Callback):
         try:
             write_report([self.directory], os.path.join(self.directory, REPORT_NAME))
         except Exception as error:
-            # A run of days must not end because of its report.
+            # A run that takes days must not fail because of its report.
             logger.warning("The report could not be written (%s); make it with mindlora report.", error)
         self.next_report = time.time() + _PAUSE * (time.time() - started)
 
 
 def _described(params):
-    """Returns the record "run"; without what cannot be found out: no run should end because of its description."""
+    """Returns the record "run", without parts that cannot be determined: a run must not fail because of them."""
     try:
         return describe(params)
     except Exception as error:
@@ -194,23 +194,23 @@ def _described(params):
 
 
 def _memory():
-    """Returns bytes: the most that the device has had allocated until now, or what the process uses on a CPU."""
+    """Returns the bytes of the device's peak allocation so far, or of the process's memory on a CPU."""
     if ms.get_context("device_target") == "CPU":
         return psutil.Process().memory_info().rss
-    # What is allocated now, between two steps, lacks the activations, gradients and logits of a step.
+    # The current allocation, between two steps, lacks the activations, gradients and logits of a step.
     return ms.runtime.max_memory_allocated()
 
 
 @register
 class LossCurve(RunReport):
-    """Records what RunReport does, unless one that writes to the same folder is there, as mindlora-run adds it.
+    """The former name of RunReport; inactive if a RunReport, such as mindlora-run's, writes to the same folder.
 
     Args:
         directory (str): Folder to write to. Default: None, the output folder of the run.
     """
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Says what the callback is called now; begins the history, if no RunReport writes it."""
+        """Logs the callback's new name; begins the history if no RunReport writes it."""
         if get_real_rank() == 0:
             _say_the_new_name()
         others = [other for other in run_context.original_args().list_callback if type(other) is RunReport]
@@ -220,7 +220,7 @@ class LossCurve(RunReport):
 
 @functools.lru_cache(maxsize=None)
 def _say_the_new_name() -> None:
-    """Warns once in a process: each adapter of a run with several has its own LossCurve."""
+    """Warns once per process: in a run with several adapters, each has its own LossCurve."""
     logger.warning(
         '"LossCurve" is called "RunReport" now, which mindlora-run adds by itself; this name goes with the next '
         "version. The losses are in metrics.jsonl and report.html; loss_curve.json and loss_curve.png are not written "
@@ -229,7 +229,7 @@ def _say_the_new_name() -> None:
 
 
 def describe(params: InternalCallbackParam) -> Dict[str, Any]:
-    """Returns the record "run" of a history; without a configuration if mindlora-run did not start the run."""
+    """Returns the record "run" of a history, without a configuration if mindlora-run did not start the run."""
     configuration = params.get("run_configuration") or run_configuration()
     facts = params.get("run_facts") or _facts_of_configuration(params, configuration)
     return {
@@ -242,7 +242,7 @@ def describe(params: InternalCallbackParam) -> Dict[str, Any]:
 
 
 def _facts_of_configuration(params: InternalCallbackParam, configuration: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns what a configuration says of a run, with the defaults of its keys, and what its data holds."""
+    """Returns a run's configuration, the defaults of its keys, and a summary of its data."""
     return {
         "configuration": configuration,
         "defaults": known_defaults(configuration),
@@ -251,7 +251,7 @@ def _facts_of_configuration(params: InternalCallbackParam, configuration: Mappin
 
 
 def known_defaults(configuration: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns {dotted key: default} of those keys whose default a class states that the configuration names."""
+    """Returns {dotted key: default} of the keys whose default is stated by a class that the configuration names."""
     defaults: Dict[str, Any] = {}
     for node in template.Config.__subclasses__():
         # "general_config" is the name of the keys at the top.
@@ -270,7 +270,7 @@ def known_defaults(configuration: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def _arguments_of(kind: MindFormerModuleType, node: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns {argument: default} of the class that a node of the YAML names, and of those it inherits from."""
+    """Returns {argument: default} of the class that a YAML node names, and of its base classes."""
     try:
         cls = MindFormerRegister.get_cls(kind, node.get("type"))
     except ValueError:
@@ -306,7 +306,7 @@ def _data(params, configuration) -> Dict[str, Any]:
 
 
 def _of_rows(files: List[str], config: Any) -> Dict[str, Any]:
-    """Returns what the first rows of the training data hold."""
+    """Returns figures about the first rows of the training data."""
     data = ms.dataset.MindDataset(files, shuffle=False)
     rows = data.get_dataset_size()
     if not {"input_ids", "labels"} <= set(data.get_col_names()):

@@ -1,1 +1,1 @@
-"""A training run on disk and back, alone and sharded."""
+"""Saving and resuming a training run, on one device or sharded."""

@@ -1,6 +1,6 @@
 """The adapter of a network whose parameters are slices: gathered from all ranks, or written as slices.
 
-MindSpore records in ``parameter_layout_dict`` how it has cut each parameter that this rank's pipeline stage uses.
+MindSpore's ``parameter_layout_dict`` records how each parameter of this rank's pipeline stage was cut.
 """
 
 import binascii
@@ -33,13 +33,13 @@ from mindlora.training.log import logger
 from mindlora.training.model.network import base_of
 from mindlora.training.resume import collectives, training_state
 
-# AllGather moves the slice of every rank, AllReduce a whole tensor about twice. So AllReduce is for tensors that many
-# ranks hold copies of.
+# AllGather moves every rank's slice, AllReduce a complete tensor about twice. So AllReduce is for tensors with copies
+# on many ranks.
 _GATHERED_WHOLES = 4
 
 
 class _Entry(NamedTuple):
-    """One rank's slice of a parameter, in the table that the ranks share."""
+    """One rank's slice of a parameter, in the table shared by all ranks."""
 
     rank: int
     part: Slice
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
 
 
 def adapter_parameters(network: nn.Cell) -> Dict[str, Parameter]:
-    """Returns name -> parameter for everything that an adapter file of ``network`` holds."""
+    """Returns name -> parameter for everything in an adapter file of ``network``."""
     parameters = [p for _, cell in lora_cells(network) for p in (*cell.parts().values(), *cell.shared_parts().values())]
     return {p.name: p for p in (*parameters, *saved_module_parameters(network))}
 
@@ -56,7 +56,7 @@ def adapter_parameters(network: nn.Cell) -> Dict[str, Parameter]:
 def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
     """Returns whether this rank holds only a part of the adapter: of its tensors, or of its cells.
 
-    ``layouts`` is parameter_layout_dict of the network that trains; empty if nothing was recorded.
+    ``layouts`` is the training network's parameter_layout_dict; empty if nothing was recorded.
     """
     if ms.get_auto_parallel_context("pipeline_stages") > 1:
         return True
@@ -71,11 +71,11 @@ def is_sharded(network: nn.Cell, layouts: Mapping[str, tuple]) -> bool:
 
 
 def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[str, np.ndarray]:
-    """Returns the whole tensors of a sharded adapter, bit for bit, on every rank; all ranks must call this.
+    """Returns the joined tensors of a sharded adapter, bit for bit, on every rank; all ranks must call this.
 
     ``step``, which has just ended, must be the same everywhere; ``layouts`` is as in ``is_sharded``. Raises
-    BackendError if it was not recorded how a parameter is cut, or the device has no collective operator, and LoraError
-    if the ranks are at different steps, or their slices do not make up a tensor exactly.
+    BackendError if a parameter's layout was not recorded or the device has no collective operator, and LoraError if the
+    ranks are at different steps or their slices do not form a tensor exactly.
     """
     parameters = adapter_parameters(network)
     parts = _parts(parameters, layouts)
@@ -91,9 +91,9 @@ def gather(network: nn.Cell, layouts: Mapping[str, tuple], step: int) -> Dict[st
 
 
 def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at: str) -> None:
-    """Writes this rank's slices, and how they are cut if that is known, as ``mindlora adapter gather`` reads them.
+    """Writes this rank's slices, and their layouts if known, in the form that ``mindlora adapter gather`` reads.
 
-    The folder gets rank_R and strategy; ``at`` is epoch and step, such as "1_20".
+    They go into rank_R and strategy in the folder; ``at`` is epoch and step, such as "1_20".
     """
     rank = get_rank()
     parameters = adapter_parameters(network)
@@ -111,28 +111,28 @@ def write_slices(folder: str, network: nn.Cell, layouts: Mapping[str, tuple], at
 
 
 def _parts(parameters: Mapping[str, Parameter], layouts: Mapping[str, tuple]) -> Dict[str, Slice]:
-    """Returns which part of each parameter this rank holds, of those whose layout was recorded."""
+    """Returns this rank's part of each parameter whose layout was recorded."""
     parts = {}
     for name, parameter in parameters.items():
         if name in layouts:
             layout = _layout(layouts[name])
             group = layouts[name][5]
             devices = int(np.prod(layout.dev_matrix, dtype=np.int64))
-            # Which part the optimizer's group gave to this rank, the group itself knows.
+            # The optimizer's group itself knows which part it gave to this rank.
             part = slice_of(layout._replace(opt_shard_size=0), get_rank() % devices, tuple(parameter.shape), name)
             parts[name] = _cut_again(part, layout.opt_shard_size, get_rank(group)) if group else part
     return parts
 
 
 def _cut_again(part: Slice, size: int, number: int) -> Slice:
-    """Returns one of ``size`` parts along the first axis; ``part`` has its shape, and lies as if it were not cut."""
+    """Returns one of ``size`` parts along the first axis; ``part`` has the cut shape but the uncut offset."""
     whole = part.whole[0] * size
     begin = part.begin[0] * size + number * part.shape[0]
     return Slice((whole, *part.whole[1:]), (begin, *part.begin[1:]), part.shape)
 
 
 def _layout(recorded: tuple) -> Layout:
-    """Returns the layout that MindSpore records as (dev_matrix, tensor_map, slice shape, field, even, group, ...)."""
+    """Parses the layout that MindSpore records as (dev_matrix, tensor_map, slice shape, field, even, group, ...)."""
     tensor_map = []
     for axis in recorded[1]:
         device_axes = axis if isinstance(axis, (list, tuple)) else [axis]
@@ -147,7 +147,7 @@ def _layout(recorded: tuple) -> Layout:
 
 
 def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], step: int) -> Dict[str, List[_Entry]]:
-    """Returns for each parameter what the ranks hold of it."""
+    """Returns the ranks' slices of each parameter."""
     slices = {name: [*part, dtype_name(arrays[name].dtype), _checksum(arrays[name])] for name, part in parts.items()}
     ranks = [json.loads(text) for text in collectives.share(json.dumps([step, slices]).encode())]
     steps = [step_of_rank for step_of_rank, _ in ranks]
@@ -164,7 +164,7 @@ def _shared_table(parts: Mapping[str, Slice], arrays: Mapping[str, np.ndarray], 
 
 
 def _gathered(name: str, entries: List[_Entry], array: Any) -> np.ndarray:
-    """Returns a whole parameter; ``array`` is this rank's slice, or None if it has none."""
+    """Returns a joined parameter; ``array`` is this rank's slice, or None if it has none."""
     first = entries[0]
     dtype = named_dtype(first.dtype)
     sizes = [int(np.prod(entry.part.shape, dtype=np.int64)) * dtype.itemsize for entry in entries]
@@ -215,11 +215,11 @@ def _checksum(array: np.ndarray) -> int:
     return binascii.crc32(array.tobytes())
 
 
-# How LoraCheckpoint saves in a sharded run: the slices of all ranks joined, or written as they are.
+# How LoraCheckpoint saves in a sharded run: all ranks' slices are joined, or written separately.
 
 
 class ShardedSaves:
-    """Joins the slices of a sharded run's adapter, or writes them; slices of the last ``keep_last`` steps are kept."""
+    """Joins or writes the slices of a sharded run's adapter; keeps written slices of the last ``keep_last`` steps."""
 
     def __init__(self, directory: str, keep_last: int):
         self.folder = os.path.join(directory, training_state.SLICES)
@@ -230,9 +230,9 @@ class ShardedSaves:
         return is_sharded(base_of(params.train_network), params.train_network.parameter_layout_dict)
 
     def metric(self, value: Optional[float]) -> Optional[float]:
-        """Returns what the last rank measured: in a pipeline, only the last stage knows the loss.
+        """Returns the last rank's measurement: in a pipeline, only the last stage knows the loss.
 
-        All ranks must call this. Where they cannot talk to each other, nothing is known: None.
+        All ranks must call this. If they cannot communicate, the result is None.
         """
         try:
             agreed = collectives.value_of(-1, float("nan") if value is None else value)
@@ -241,16 +241,16 @@ class ShardedSaves:
         return None if value is None else agreed
 
     def rank_0_says(self, answer: bool) -> bool:
-        """Returns the answer of rank 0, on all ranks; False where they cannot talk to each other."""
+        """Returns rank 0's answer on all ranks; False if they cannot communicate."""
         try:
             return bool(collectives.value_of(0, float(answer)))
         except BackendError:
             return False
 
     def gather(self, params: InternalCallbackParam) -> Optional[Dict[str, np.ndarray]]:
-        """Returns the whole tensors of the adapter; or writes this rank's slices and returns None.
+        """Returns the joined tensors of the adapter, or writes this rank's slices and returns None.
 
-        All ranks must call this. Raises LoraError if the slices do not make up the tensors, or are of different steps.
+        All ranks must call this. Raises LoraError if the slices do not form the tensors, or are from different steps.
         """
         network = base_of(params.train_network)
         layouts = params.train_network.parameter_layout_dict
@@ -275,10 +275,10 @@ class ShardedSaves:
             return None
 
     def _remove_old(self):
-        """Removes what this rank wrote at steps that are not kept."""
+        """Removes this rank's files of steps that are not kept."""
         for old in training_state.step_folders(self.folder)[: -self.keep_last]:
             shutil.rmtree(os.path.join(old, f"rank_{get_real_rank()}"), ignore_errors=True)
-            # Where ranks share a disk, another one may have removed the rest.
+            # If ranks share a disk, another rank may have removed the rest.
             with contextlib.suppress(FileNotFoundError):
                 if not any(name.startswith("rank_") for name in os.listdir(old)):
                     shutil.rmtree(old, ignore_errors=True)

@@ -22,7 +22,7 @@ from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, collect_state, distribute_state
 
 STEP_PREFIX = "step_"
-# Where the slices of a sharded run are that could not be joined: in it step_N, in that rank_R.
+# The folder for a sharded run's slices that could not be joined; it holds step_N/rank_R.
 SLICES = "slices"
 _STATE_TENSORS = "training_state.safetensors"
 _STATE_METADATA = "training_state.json"
@@ -30,19 +30,19 @@ _BEST_METADATA = "best.json"
 
 
 def checkpoint_directory(directory: Optional[str]) -> str:
-    """Returns the folder that a run saves to: ``directory``, or lora_checkpoint in the output folder of the run."""
+    """Returns the folder where a run saves: ``directory``, or lora_checkpoint in the run's output folder."""
     return os.path.abspath(directory or os.path.join(get_output_root_path(), "lora_checkpoint"))
 
 
 def total_steps(params: InternalCallbackParam) -> int:
-    """Returns the number of steps of the whole run, from MindSpore's callback parameters."""
+    """Returns the total number of steps of the run, from MindSpore's callback parameters."""
     return params.epoch_num * params.batch_num
 
 
 def passed(every: int, before: int, now: int) -> bool:
     """Returns whether a multiple of ``every`` lies after step ``before`` and up to step ``now``.
 
-    With data sinking several steps are reported at once, so ``now % every == 0`` might never be true.
+    With data sinking, several steps are reported at once, so ``now % every == 0`` might never be true.
     """
     return now // every > before // every
 
@@ -58,7 +58,7 @@ def step_folders(directory: str) -> List[str]:
 
 
 def set_aside(directory: str, step: int) -> Optional[str]:
-    """Moves what an earlier run saved after ``step`` into a folder of its own and says so: two runs must not mix.
+    """Moves an earlier run's saves after ``step`` into a separate folder and logs it: two runs must not mix.
 
     This run starts at ``step``, 0 if it is new. Returns the folder, or None if there was nothing to move.
     """
@@ -84,7 +84,7 @@ def set_aside(directory: str, step: int) -> Optional[str]:
 
 
 def resume_folder(directory: str, resume: Union[bool, str]) -> str:
-    """Returns the step folder to resume from: the one given, or with True the newest in ``directory``.
+    """Returns the step folder to resume from: the given folder, or for True the newest in ``directory``.
 
     Raises ConfigError if there is no such folder, or it holds no training state.
     """
@@ -107,21 +107,21 @@ def resume_folder(directory: str, resume: Union[bool, str]) -> str:
 
 
 def read_metadata(folder: str) -> dict:
-    """Returns the step and the steps per epoch of a step folder."""
+    """Returns the step and the steps per epoch recorded in a step folder."""
     return _read_json(os.path.join(folder, _STATE_METADATA))
 
 
 def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]] = None) -> None:
     """Writes a step folder, atomically: adapter, moments, loss scale, step, trained base parameters, callbacks' state.
 
-    In a sharded run, ``values`` are the whole tensors of the adapter (see mindlora.network.save_load.adapter_of). Only
-    the adapter is written then, as every rank has a state of its own.
+    In a sharded run, ``values`` are the joined tensors of the adapter (see mindlora.network.save_load.adapter_of). Only
+    the adapter is then written, since every rank has its own state.
     """
     if values is not None:
         save_adapter(folder, params, values)
         return
     collect_state(params.train_network)
-    # A copy is contiguous, and unlike ascontiguousarray it keeps the shape of a scalar.
+    # A copy is contiguous and, unlike ascontiguousarray, keeps the shape of a scalar.
     tensors = {p.name: p.asnumpy().copy() for p in state_parameters(params.train_network)}
     metadata = {
         "step": params.cur_step_num,
@@ -135,10 +135,10 @@ def save(folder: str, params: InternalCallbackParam, values: Optional[Mapping[st
 
 
 def save_adapter(folder: str, params: InternalCallbackParam, values: Optional[Mapping[str, np.ndarray]] = None) -> None:
-    """Writes the adapter, with the name of its base that pet_config gives; ``values`` are as for ``save``."""
+    """Writes the adapter, with its base's name from pet_config; ``values`` are as for ``save``."""
     network = base_of(params.train_network)
     if "run_facts" in params:
-        # The PyNative Trainer's model does not have it.
+        # The PyNative Trainer's model lacks this attribute.
         base_model = (params.run_facts["configuration"].get("pet_config") or {}).get("base_model_name_or_path")
     else:
         pet_config = getattr(getattr(network, "config", None), "pet_config", None)
@@ -153,7 +153,7 @@ def save_best(
     value: float,
     values: Optional[Mapping[str, np.ndarray]] = None,
 ) -> None:
-    """Writes the best adapter so far, atomically, with its step and its metric; ``values`` are as for ``save``."""
+    """Writes the best adapter so far, atomically, with its step and metric; ``values`` are as for ``save``."""
     collect_state(params.train_network)
     with atomic.replace_folder(folder) as new:
         save_adapter(new, params, values)
@@ -161,7 +161,7 @@ def save_best(
 
 
 def best_value(folder: str, metric: str) -> Optional[float]:
-    """Returns the metric of the best adapter so far, or None if none was saved with this metric."""
+    """Returns the best adapter's value of a metric, or None if none was saved with this metric."""
     return (_read_json(os.path.join(folder, _BEST_METADATA)) or {}).get(metric)
 
 
@@ -178,9 +178,9 @@ def restore(folder: str, params: InternalCallbackParam) -> None:
 
 
 def restore_state(folder: str, params: InternalCallbackParam) -> None:
-    """Restores what a step folder holds, at whichever step the run is: adapter, moments and so on, callbacks' state.
+    """Restores a step folder's content, at whichever step the run is: adapter, moments and so on, callbacks' state.
 
-    Raises ConfigError if it was saved by a run with another optimizer, loss scale or network.
+    Raises ConfigError if the folder is from a run with another optimizer, loss scale or network.
     """
     tensors = load_file(os.path.join(folder, _STATE_TENSORS))
     parameters = {p.name: p for p in state_parameters(params.train_network)}
@@ -188,26 +188,27 @@ def restore_state(folder: str, params: InternalCallbackParam) -> None:
     network = base_of(params.train_network)
     if not allocates_ranks(network):
         load_lora(network, folder, on_base_mismatch="error")
-    # In another dtype the run would not go on with the same bits.
+    # In another dtype, the run would not continue bit for bit.
     check_base(network, folder, exact=True)
     for name, parameter in parameters.items():
         parameter.set_data(Tensor(tensors[name], parameter.dtype))
     distribute_state(params.train_network)
     for name in restore_callbacks(read_metadata(folder).get("callbacks") or {}, params.list_callback):
         logger.warning(
-            "%s has no state of %s, which starts anew. Resume with the callbacks of the run to go on exactly.",
+            "%s has no state of %s, which starts from scratch. Resume with the callbacks of the run to continue "
+            "exactly.",
             folder,
             name,
         )
 
 
 def callback_states(callbacks: Sequence[Any]) -> Dict[str, Any]:
-    """Returns what a resumed run needs of its callbacks, as JSON values: class name -> state."""
+    """Returns the callbacks' state that a resumed run needs, as JSON values: class name -> state."""
     return {type(callback).__name__: callback.training_state() for callback in _with_state(callbacks)}
 
 
 def restore_callbacks(states: Mapping[str, Any], callbacks: Sequence[Any]) -> List[str]:
-    """Gives callbacks what ``callback_states`` returned; returns the names of those that need a state and get none."""
+    """Restores the states from ``callback_states``; returns the names of callbacks whose state is missing."""
     without = []
     for callback in _with_state(callbacks):
         name = type(callback).__name__
@@ -257,7 +258,7 @@ def _with_state(callbacks):
 
 
 def warn_about_draws(network: nn.Cell, has_noise: bool) -> None:
-    """Logs what a resumed run draws anew: the elements that lora_dropout drops, and the noise of neftune_alpha."""
+    """Warns about draws that a resumed run cannot repeat: elements dropped by lora_dropout, neftune_alpha's noise."""
     if any(cell.dropout_rate > 0 for _, cell in lora_cells(network)):
         logger.warning(
             "lora_dropout is above 0: the resumed run drops other elements than an uninterrupted run would, so its "
@@ -271,12 +272,12 @@ def warn_about_draws(network: nn.Cell, has_noise: bool) -> None:
 
 
 def state_parameters(train_network: nn.Cell) -> List[Parameter]:
-    """Returns what a run needs besides the adapter: moments, step, loss scale and the base parameters it trains."""
+    """Returns a run's state other than the adapter: moments, step, loss scale and trained base parameters."""
     network = base_of(train_network)
     elsewhere = {p.name for p in network.get_parameters() if "mindpet_delta_lora" in p.name}
     for _, cell in lora_cells(network):
         if not cell.variant.in_files:
-            # An adapter's file does not hold AdaLoRA's parts as they train.
+            # An adapter file does not hold AdaLoRA's parts in their trained form.
             elsewhere -= {p.name for p in cell.lora_parameters()}
     elsewhere |= {p.name for p in network.get_parameters() if not p.requires_grad}
     return [p for p in train_network.get_parameters() if p.name not in elsewhere and TRANSIENT not in p.name]

@@ -1,4 +1,4 @@
-"""What answers must be while they are sampled: the key structured_outputs, of a run or of a prompt's row."""
+"""Constraints on sampled answers: the key structured_outputs, of a run or of a prompt's row."""
 
 import json
 import logging
@@ -17,17 +17,18 @@ logger = logging.getLogger("mindlora")
 
 
 class AnswerConstraints:
-    """Compiles what the answers to prompts must be, each constraint once.
+    """A compiler of the constraints on answers; it compiles each constraint once.
 
     Args:
-        node (mapping): rl.structured_outputs. None: answers may be anything, but their calls are those of ``tools``.
+        node (mapping): rl.structured_outputs. None: answers are unconstrained, except that their calls must be of
+            ``tools``.
         tokenizer: As load_tokenizer returns it.
-        folder (str): Where the paths of schemas begin.
-        tools (Tools): What the turns of answers may call, in the place of an answer. Default: None.
+        folder (str): The folder from which paths of schemas start.
+        tools (Tools): Tools that the turns of answers may call instead of answering. Default: None.
     """
 
     def __init__(self, node: Optional[Mapping[str, Any]], tokenizer: Any, folder: str, tools: Optional["Tools"] = None):
-        # Not above: the library is loaded by runs that need it alone.
+        # Not above: only runs that need the library load it.
         from mindlora.serving.constraints import ConstraintCompiler
 
         self._node = node
@@ -37,16 +38,16 @@ class AnswerConstraints:
         self._compiled: Dict[str, Any] = {}
 
     def grammar(self, columns: Mapping[str, Any], where: str, thoughts: Optional["Thoughts"] = None) -> Optional[Any]:
-        """Returns the Grammar of the answers to a prompt; None if they may be anything.
+        """Returns the Grammar of the answers to a prompt; None if they are unconstrained.
 
         Args:
-            columns (mapping): The other fields of the prompt's row; null in that of the constraint asks for none, and
-                a text is JSON.
-            where (str): Where the row is, for messages.
-            thoughts (Thoughts): What an answer may think first. Default: None, nothing.
+            columns (mapping): The other fields of the prompt's row; in the constraint's field, null means none, and a
+                text is JSON.
+            where (str): The row's location, for messages.
+            thoughts (Thoughts): The thoughts that may precede an answer. Default: None.
 
         Raises:
-            DataError: The row lacks the column, or what it has there is not a node with one of vLLM's keys.
+            DataError: The row lacks the column, or its value there is not a node with one of vLLM's keys.
             ConfigError: A file cannot be read as JSON.
             ConstraintError: No answer can meet the constraint, or it cannot be used.
         """
@@ -70,7 +71,7 @@ class AnswerConstraints:
         return self._of(node or {}, field, thoughts)
 
     def _of(self, node: Mapping[str, Any], field: str, thoughts: Optional["Thoughts"]) -> Optional[Any]:
-        """Returns the compiled constraint of a node with one key, or with none."""
+        """Returns the compiled constraint of a node with one key or none."""
         from mindlora.serving.constraints import asked_outputs
 
         key = json.dumps([node, thoughts and thoughts.begun], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Asks the server of a reward model or of a teacher: JSON there and back, again while it is busy."""
+"""Requests to the server of a reward model or a teacher: JSON in both directions, repeated while it is busy."""
 
 import json
 import math
@@ -9,15 +9,15 @@ from typing import Any, Callable, Mapping, Optional
 from mindlora.core.errors import LoraError
 from mindlora.core.text import shown
 
-# A server says so while its queue is full, and while it loads its model.
+# A server's status while its queue is full or its model is loading.
 _BUSY = (429, 503)
-# Seconds before a busy server is asked again.
+# Seconds before a request to a busy server is repeated.
 _PAUSE = 0.5
 _NO_SUCH_PATH = (404, 405)
 
 
 def path_of(url: str, path: str) -> str:
-    """Returns the address of a path of the server at ``url``, which may end with /v1."""
+    """Returns the address of a path on the server at ``url``, which may end with /v1."""
     return f"{url.rstrip('/').removesuffix('/v1')}/{path}"
 
 
@@ -30,18 +30,18 @@ def ask(
     optional: bool = False,
     tell: Callable[[str], Any] = lambda said: None,
 ) -> Any:
-    """Returns the JSON that a server answers to a JSON body, which is sent again while the server is busy.
+    """Returns a server's JSON answer to a JSON body, which is sent again while the server is busy.
 
     Args:
-        address (str): With the path.
-        body (mapping): What is posted. None: the address is read.
-        error (callable): Makes the error of a message.
-        end (float): The time of time.monotonic() at which it is too late. Default: never.
-        limit (str): The key that has set it, for the message.
-        optional (bool): Whether the server may lack the path; then the answer is None. Default: False.
-        tell (callable): Takes what a busy server said, before it is asked again. Default: nobody is told.
+        address (str): The address, including the path.
+        body (mapping): The body to post. None: a GET request.
+        error (callable): Makes an error from a message.
+        end (float): The deadline, by time.monotonic(). Default: none.
+        limit (str): The key that sets the deadline, for the message.
+        optional (bool): Whether the server may lack the path; the answer is then None. Default: False.
+        tell (callable): Called with a busy server's message before the request is repeated. Default: does nothing.
 
-    Raises ``error`` if the server does not answer, refuses, or has not answered in time.
+    Raises ``error`` if the server does not answer, refuses, or does not answer in time.
     """
     # Imported here: it brings ssl, which a command that only reads a YAML does not need.
     import urllib.error
@@ -66,7 +66,7 @@ def ask(
             tell(f"{said}. Asking again.")
             time.sleep(max(0.0, min(_PAUSE, end - time.monotonic())))
         except (OSError, ValueError) as problem:
-            # A connection that takes too long is a timeout by itself, or the reason of an URLError.
+            # A connection that takes too long raises a timeout directly, or as the reason of a URLError.
             if isinstance(getattr(problem, "reason", problem), socket.timeout):
                 continue
             raise error(

@@ -1,4 +1,4 @@
-"""RlReport: what a run that learns from rewards reports beside the numbers of its steps."""
+"""RlReport: further reports of a run that learns from rewards, in addition to the numbers of its steps."""
 
 from typing import Any, Dict, List, Tuple
 
@@ -12,7 +12,7 @@ from mindlora.training.resume.training_state import total_steps
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.settings import METRICS
 
-# Measure -> what the log calls it.
+# Measure -> its name in the log.
 _LOGGED = {
     "reward": "reward",
     "reward_std": "spread",
@@ -30,15 +30,15 @@ _LOGGED = {
 
 @register
 class RlReport(PeriodicCallback):
-    """Reports the metric ``reward`` of each step where there are rewards, ``teacher/kl`` where there is a teacher, or
-    ``teacher/divergence`` with gkd, and the same with ``held_out_`` before it where prompts are held out.
+    """Reports the metrics ``reward``, ``teacher/kl`` and ``teacher/divergence`` of each step, as far as it has them.
 
-    The answers with the highest and the lowest reward, or, without rewards, those of which the teacher thinks most and
-    least, go into the report, where ``samples_every`` says. mindlora-run adds this callback to a run with
-    runner_wrapper.rl.
+    ``teacher/kl`` needs a teacher, ``teacher/divergence`` gkd; with held-out prompts, there are also metrics with the
+    prefix ``held_out_``. The report shows, as often as ``samples_every`` says, the answers with the highest and the
+    lowest reward, or, without rewards, those that the teacher rates highest and lowest. mindlora-run adds this callback
+    to a run with runner_wrapper.rl.
 
     Args:
-        samples_every (int): Steps between the answers that are shown; those of the first and of the last step are.
+        samples_every (int): Steps between shown answers; the first and the last step's answers are always shown.
             Default: 10.
     """
 
@@ -46,7 +46,7 @@ class RlReport(PeriodicCallback):
         super().__init__("samples_every", samples_every)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Reports what the step measured."""
+        """Reports the measurements of the step."""
         params = run_context.original_args()
         policies, number = _policy_of(params)
         policy = policies[number]
@@ -65,13 +65,13 @@ class RlReport(PeriodicCallback):
         self.step_before = step
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the policy, and with the last one the sampler and the process of the rewards."""
+        """Ends the policy, and with the last one also the sampler and the reward process."""
         policies, number = _policy_of(run_context.original_args())
         policies.end(number)
 
 
 def _policy_of(params: InternalCallbackParam) -> Tuple[Policies, int]:
-    """Returns the policies of a run, and which of them the parameters of callbacks are of."""
+    """Returns the policies of a run, and the number of the policy to which the callback parameters belong."""
     step = train_step_of(params.train_network)
     return step.policies, step.number
 

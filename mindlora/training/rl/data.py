@@ -1,4 +1,4 @@
-"""The steps of a run that learns from rewards, as MindFormers' Trainer counts them: its data are their numbers."""
+"""The steps of a run that learns from rewards, as a dataset of their numbers for MindFormers' Trainer."""
 
 import mindspore as ms
 import numpy as np
@@ -10,12 +10,12 @@ from mindspore.dataset import Dataset
 class RlSteps:
     """A dataset of the numbers of a run's steps, from 0: int32 [1, 1] each.
 
-    The train step samples its rows itself, so that it can begin only when the step before has ended, while a dataset is
-    read ahead.
+    The train step samples its rows itself, because it can begin only when the previous step has ended, whereas datasets
+    are read ahead.
 
     Args:
-        dataset_config (MindFormerConfig): As MindFormers passes it; not used.
-        steps (int): Steps of the run.
+        dataset_config (MindFormerConfig): Passed by MindFormers; unused.
+        steps (int): Number of steps of the run.
     """
 
     def __new__(cls, dataset_config: MindFormerConfig, steps: int) -> Dataset:

@@ -1,4 +1,4 @@
-"""The divergence of a policy from a teacher in the same process, over the whole vocabulary; the teacher's network."""
+"""The divergence of a policy from a teacher in the same process, over the vocabulary; the teacher's network."""
 
 from typing import Dict, Optional
 
@@ -25,11 +25,11 @@ from mindlora.training.rl.settings import RlSettings
 
 
 class RowDivergences(nn.Cell):
-    """The divergence of each token of rows that a label follows; as RowLogProbabilities, in training.
+    """The divergence at each token that precedes a label; in training, like RowLogProbabilities.
 
     Args:
-        policy, teacher (RowLogProbabilities): What the heads of both take, as row_head_inputs gives it.
-        head (LossesOfHead): Of the policy; the teacher's has the same weight.
+        policy, teacher (RowLogProbabilities): The inputs of both heads, from row_head_inputs.
+        head (LossesOfHead): The policy's head; the teacher's has the same weight.
         teacher_b (Parameter or None): B of the adapter on the teacher's head.
         beta (float): As for HeadDivergences.
 
@@ -56,9 +56,9 @@ class RowDivergences(nn.Cell):
         self.divergences = HeadDivergences(losses.dtype, beta, head.b is not None, losses.piece, frozen)
         self.trained = TrainedRead(losses.dtype)
         self.channels = head.weight.shape[1]
-        # In the place of an adapter's product, where a head has none.
+        # Replaces an adapter's product if a head has no adapter.
         self.nothing = Tensor(np.zeros((head.weight.shape[0], 1)), mstype.float32)
-        # Past nn.Cell, which would list the parameters, and name them, a second time.
+        # Bypasses nn.Cell, which would register and name the parameters a second time.
         self.__dict__.update(weight=head.weight, b=head.b, teacher_b=teacher_b)
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class RowDivergences(nn.Cell):
 
 
 def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
-    """Returns the divergence of a MindFormers model from the teacher of rl. The loss of the model is replaced in place.
+    """Returns the divergence of a MindFormers model from rl's teacher. The model's loss is replaced in place.
 
     Raises:
-        ConfigError: The logits of the model are made for all tokens at once.
+        ConfigError: The model makes the logits of all tokens at once.
         AdapterError: The teacher is an adapter that cannot be used.
     """
     head = losses_of_head(network)
@@ -98,15 +98,15 @@ def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
 
 
 def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
-    """Returns cells with the base's parameters of a network in training, without its adapters.
+    """Returns a network without adapters on the base's parameters of a network in training.
 
     Args:
-        network (nn.Cell): A network with LoRA cells, of put_loss_in_pieces.
-        path (str): The adapter that they get in their place. Default: None, none. The base on which it was trained is
-            not compared: the base's values are loaded later.
+        network (nn.Cell): A network with LoRA cells that has gone through put_loss_in_pieces.
+        path (str): The adapter to put on instead. Default: None, none. Its base is not compared, since the base's
+            values are loaded later.
 
     Raises:
-        AdapterError: It does not match the network, or brings more than adapters of linear cells.
+        AdapterError: The adapter does not match the network, or has more than adapters of linear cells.
     """
     teacher, copies = copy_cells(network)
     replacements: Dict[int, nn.Cell] = {}
@@ -130,7 +130,7 @@ def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
 
 
 def _check_teacher(path: str) -> None:
-    """Raises AdapterError if an adapter has parts for which the base in training has no place."""
+    """Raises AdapterError if an adapter has parts that cannot be put on the base in training."""
     adapter = files.read(path, extras=Extras(token_rows=True, invocation_tokens=True))
     for has, what in (
         (adapter.saved_modules or adapter.token_rows, "modules of its own (modules_to_save)"),

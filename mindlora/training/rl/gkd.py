@@ -1,4 +1,4 @@
-"""GkdSettings: how a policy learns the whole distribution of a teacher, as rl.gkd says it, with TRL's names."""
+"""GkdSettings: how a policy learns a teacher's complete distribution, from rl.gkd, with TRL's names."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Mapping
@@ -8,19 +8,19 @@ from mindlora.core.fields import Range, check_flag, check_number
 from mindlora.core.text import suggestion
 
 _SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
-# Where a row of the prompts' file has the answer that the policy learns without answering itself.
+# The field of the prompts' file with an answer that the policy learns instead of its own.
 COMPLETION = "completion"
 
 
 @dataclass(frozen=True)
 class GkdSettings:
-    """Generalized knowledge distillation. Names, meanings and defaults are those of TRL's GKDConfig.
+    """Settings of generalized knowledge distillation, with the names, meanings and defaults of TRL's GKDConfig.
 
     Args:
-        beta (float): Which divergence is learned: 0 is KL(teacher || policy), 1 is KL(policy || teacher), between them
-            the generalized Jensen-Shannon divergence (see HeadDivergences). Default: 0.5.
+        beta (float): The divergence to learn: 0 is KL(teacher || policy), 1 is KL(policy || teacher), values in between
+            are the generalized Jensen-Shannon divergence (see HeadDivergences). Default: 0.5.
         lmbda (float): The share of rows that the policy answers itself. Default: 0.5.
-        seq_kd (bool): Whether the teacher answers the other rows; if not, they have the completions of the data.
+        seq_kd (bool): Whether the teacher answers the other rows; otherwise, they have the data's completions.
             Default: False.
 
     Raises:
@@ -40,7 +40,7 @@ class GkdSettings:
 
     @property
     def reads_completions(self) -> bool:
-        """Whether some rows have the completions of the data."""
+        """Whether some rows have the data's completions."""
         return self.lmbda < 1 and not self.seq_kd
 
 

@@ -1,4 +1,4 @@
-"""Generalized knowledge distillation: a policy that learns the whole distribution of its teacher."""
+"""Generalized knowledge distillation: a policy that learns its teacher's complete distribution."""
 
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -11,29 +11,29 @@ from mindlora.training.rl.policy_loss import answer_measures, counted
 from mindlora.training.rl.prompts import Prompt
 from mindlora.training.rl.rollouts import TEACHER, Answers, Question, Rollouts, joined
 
-# In the place of what else is drawn with the seed and the number of a step.
+# Distinguishes this draw from others with the seed and a step's number.
 _OWN, _TEACHER = 1, 2
 
 
 class GkdPolicy(Policy):
-    """Policy of a run with ``rl.gkd``.
+    """The policy of a run with ``rl.gkd``.
 
-    A share ``lmbda`` of the rows of a step has answers of the policy, and the others have the completions of the data,
-    or with ``seq_kd`` answers of the teacher. The loss is the mean, over the tokens of these answers, of the divergence
-    D_beta of the policy from the teacher (see HeadDivergences), of which the policy's gradient is taken through the
-    distributions alone, not through what was sampled (Agarwal et al., 2024).
+    A share ``lmbda`` of a step's rows has the policy's answers; the others have the data's completions, or with
+    ``seq_kd`` the teacher's answers. The loss is the mean, over the tokens of these answers, of the divergence D_beta
+    of the policy from the teacher (see HeadDivergences). The policy's gradient is taken only through the distributions,
+    not through the sampling (Agarwal et al., 2024).
     """
 
     compares = False
-    # What is reported of the answers that the policy has sampled in the last step.
+    # Measures of the answers that the policy sampled in the last step.
     sampled: Dict[str, float] = {}
 
     def of_rows(self, network: nn.Cell) -> RowDivergences:
-        """Returns the divergences of the tokens of rows."""
+        """Returns the cell that computes the divergences of rows' tokens."""
         return row_divergences(network, self.settings)
 
     def questions(self, number: int) -> List[Question]:
-        """Returns what the policy is to answer for a step, and what the teacher."""
+        """Returns the questions of a step for the policy and for the teacher."""
         own, others = self._rows_of(number)
         questions = []
         if own:
@@ -44,7 +44,7 @@ class GkdPolicy(Policy):
         return questions
 
     def answers(self, number: int, answered: Sequence[Answers], rollouts: Rollouts) -> Answers:
-        """Returns the rows of a step, answered by the policy, by the teacher or by the data."""
+        """Returns the rows of a step, with answers of the policy, the teacher or the data."""
         own, others = self._rows_of(number)
         parts = list(answered)
         self.sampled = answer_measures(parts[0].mask, parts[0].truncated) if own else {}
@@ -53,7 +53,7 @@ class GkdPolicy(Policy):
         return joined(parts)
 
     def rate(self, answers: Answers, reference: Optional[np.ndarray], rollouts: Rollouts) -> None:
-        """Makes an experience of the rows of a step."""
+        """Makes an experience from a step's rows."""
         counts = counted(answers.mask, answers.truncated, self.settings)
         self.experience = Experience(answers, np.zeros(len(answers.tokens)), counts, None, self.sampled)
 
@@ -73,14 +73,14 @@ class GkdPolicy(Policy):
     def held_out_measures(
         self, answers: Answers, rollouts: Rollouts, differentiate: Callable[[Answers, np.ndarray], np.ndarray]
     ) -> Dict[str, float]:
-        """Returns how far answers to held-out prompts are from the teacher."""
+        """Returns the divergence from the teacher on answers to held-out prompts."""
         counts = counted(answers.mask, answers.truncated, self.settings)
-        # The graph that is there makes a gradient of zeros, with which the next step does not go on.
+        # The existing graph computes a gradient of zeros, to which the next step does not add.
         divergences = differentiate(answers, np.zeros(counts.shape))
         return {"held_out_teacher/divergence": float((divergences * counts).sum() / max(counts.sum(), 1))}
 
     def _rows_of(self, number: int) -> Tuple[List[Prompt], List[Prompt]]:
-        """Returns the prompts of a step's rows: of those that the policy answers, and of the others."""
+        """Returns the prompts of a step's rows: those that the policy answers, and the others."""
         rows = [prompt for prompt in self.prompts_of(number) for _ in range(self.settings.num_generations)]
         is_own = np.random.default_rng([self.seed, number, _OWN]).random(len(rows)) < self.settings.gkd.lmbda
         first = [row for row, holds in zip(rows, is_own) if holds]

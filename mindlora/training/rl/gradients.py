@@ -1,4 +1,4 @@
-"""The gradient apart from the optimizer: of any loss of log-probabilities, for as many batches as a step has."""
+"""Gradients computed apart from the optimizer: of any loss of log-probabilities, over any number of batches."""
 
 from typing import Any, Tuple
 
@@ -14,7 +14,7 @@ from mindlora.training.step.token_gradients import TokenGradients
 
 
 class WeightedLogProbabilities(nn.Cell):
-    """sum_it c_it log p_it of the labels of rows, as TokenGradients takes a loss: beside it come the log-probabilities.
+    """sum_it c_it log p_it over the labels of rows, along with the log-probabilities, in the form for TokenGradients.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - As for RowLogProbabilities, [rows, N + 1].
@@ -34,19 +34,19 @@ class WeightedLogProbabilities(nn.Cell):
 
 
 class PolicyGradients(CompiledOnce):
-    r"""Adds the gradient of a loss L of log-probabilities to that of the batches before, and returns these.
+    r"""Adds the gradient of a loss L of log-probabilities to earlier batches' gradients; returns log-probabilities.
 
-    For any L, sum_it c_it log p_it with c_it = dL / dlog p_it held constant has the gradient of L, so that this one
-    graph does for all losses (Williams, 1992).
+    For any L, sum_it c_it log p_it with c_it = dL / dlog p_it held constant has the gradient of L, so that one graph
+    serves all losses (Williams, 1992).
 
     Args:
-        log_probabilities (RowLogProbabilities): Of the network that trains.
-        weights (sequence of Parameter): What trains.
+        log_probabilities (RowLogProbabilities): The log-probabilities of the training network.
+        weights (sequence of Parameter): The trainable parameters.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
         - **coefficients** (Tensor) - float32 [rows, N]: c.
-        - **goes_on** (Tensor) - float32 []: 1 to add to the gradients of the call before, 0 to begin anew.
+        - **goes_on** (Tensor) - float32 []: 1 to add to the previous call's gradients, 0 to begin anew.
 
     Outputs:
         float32 [rows, N], log p; 0 for labels that do not count.
@@ -70,14 +70,14 @@ class PolicyGradients(CompiledOnce):
         _, log_probabilities, gradients = self.token_gradients(self.one, input_ids, labels, coefficients)
         for index, gradient in enumerate(gradients):
             before = self.gradients[index]
-            # Selected, not multiplied: what was there may not be finite.
+            # Selected, not multiplied: the former values may not be finite.
             kept = ops.select(ops.broadcast_to(goes_on > 0, before.shape), before, ops.zeros_like(before))
             ops.assign(before, kept + gradient.astype(mstype.float32))
         return log_probabilities.reshape(coefficients.shape)
 
 
 class PolicyLogProbabilities(CompiledOnce):
-    """The log-probabilities of labels under a policy, with no gradient.
+    """The log-probabilities of labels under a policy, without a gradient.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -86,8 +86,8 @@ class PolicyLogProbabilities(CompiledOnce):
         float32 [rows, N], log p; 0 for labels that do not count.
 
     Args:
-        log_probabilities (RowLogProbabilities): Of the network that trains, or of its reference.
-        is_reference (bool): Whether nothing else differentiates it. Default: False.
+        log_probabilities (RowLogProbabilities): The log-probabilities of the training network, or of its reference.
+        is_reference (bool): Whether it belongs to a reference, which nothing differentiates. Default: False.
     """
 
     def __init__(self, log_probabilities: RowLogProbabilities, is_reference: bool = False):
@@ -97,7 +97,7 @@ class PolicyLogProbabilities(CompiledOnce):
         self.was_compiled = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the graph; the head's cell, which makes its gradient on the way forward, leaves it out."""
+        """Compiles the graph; the head's cell, which computes its gradient in the forward, skips it."""
         # MindSpore calls this before every call of the cell.
         if self.was_compiled:
             super().compile(*args, **kwargs)
@@ -114,14 +114,14 @@ class PolicyLogProbabilities(CompiledOnce):
 
 
 class GivenGradients(nn.Cell):
-    """Gradients that another graph has added up, in the place of TokenGradients in a train step.
+    """Gradients that another graph has added up, in place of TokenGradients in a train step.
 
     Args:
-        gradients (ParameterTuple): Of the sum of the losses.
+        gradients (ParameterTuple): The gradients of the sum of the losses.
 
     Inputs:
         - **scale** (Tensor) - Factor of the gradients.
-        - **total**, **count** (Tensor) - float32 [] each: the sum of the losses, and what it is divided by.
+        - **total**, **count** (Tensor) - float32 [] each: the sum of the losses, and its divisor.
 
     Outputs:
         As in TokenGradients.

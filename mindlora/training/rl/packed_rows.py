@@ -1,4 +1,4 @@
-"""Where the sequences of a step, prompt and answer each, lie in rows of one length."""
+"""Packing a step's sequences, each a prompt and an answer, into rows of one length."""
 
 import dataclasses
 from typing import Iterator, List, Tuple
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Sequences in rows of N tokens: sequence i has the places begins[i] to begins[i] + lengths[i] of row rows[i].
+    """Sequences in rows of N tokens: sequence i occupies begins[i] to begins[i] + lengths[i] in row rows[i].
 
     Attributes:
         rows, begins, lengths (array): int64 [sequences].
@@ -22,7 +22,7 @@ class PackedRows:
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return int(self.rows.max()) + 1
 
     def batches(
@@ -30,16 +30,16 @@ class PackedRows:
     ) -> Iterator[Tuple[np.ndarray, ...]]:
         """Yields positions, int32 [size, N], and tokens, labels and coefficients of ``size`` rows at a time.
 
-        Empty rows, without labels, fill the last batch up, so that one graph does for all.
+        Empty rows, without labels, fill up the last batch, so that one graph serves all batches.
 
         Args:
             tokens, labels (array): int32 [sequences, N + 1]; position i of a row predicts label i + 1.
-            coefficients (array): [sequences, N], of the labels but the first.
+            coefficients (array): [sequences, N], of the labels except the first.
             size (int): Rows of a batch.
             ignored (int): The label that does not count.
         """
         count = -(-self.count // size) * size
-        # What no sequence sees, and has no label, may be any token.
+        # Places without a label that no sequence sees may hold any token.
         packed_tokens = np.pad(self._packed(tokens[:, :-1], count, 0), ((0, 0), (0, 1)))
         packed_labels = np.pad(self._packed(labels[:, 1:], count, ignored), ((0, 0), (1, 0)), constant_values=ignored)
         packed_coefficients = self._packed(coefficients.astype(np.float32), count, 0)
@@ -49,24 +49,24 @@ class PackedRows:
             yield positions[batch], packed_tokens[batch], packed_labels[batch], packed_coefficients[batch]
 
     def _packed(self, values: np.ndarray, count: int, fill: int) -> np.ndarray:
-        """Returns values [sequences, N] in ``count`` rows, [count, N], with ``fill`` where no sequence is."""
+        """Returns values [sequences, N] in ``count`` rows, [count, N], with ``fill`` outside the sequences."""
         packed = np.full((count, self.length), fill, values.dtype)
         for sequence, (row, begin, length) in enumerate(zip(self.rows, self.begins, self.lengths)):
             packed[row, begin : begin + length] = values[sequence, :length]
         return packed
 
     def unpack(self, packed: np.ndarray) -> np.ndarray:
-        """Returns what each sequence has of packed values, [count, N], as float64 [sequences, N]; elsewhere 0."""
+        """Returns each sequence's part of packed values, [count, N], as float64 [sequences, N]; 0 elsewhere."""
         values = np.zeros((len(self.rows), self.length))
         for sequence, (row, begin, length) in enumerate(zip(self.rows, self.begins, self.lengths)):
             values[sequence, :length] = packed[row, begin : begin + length]
         return values
 
     def positions(self, count: int) -> np.ndarray:
-        """Returns the position of each token in its sequence, int32 [count, N]; what is left of a row is one more."""
+        """Returns each token's position in its sequence, int32 [count, N]; the rest of a row is one more sequence."""
         places = np.arange(self.length, dtype=np.int32)
         starts = np.zeros((count, self.length), np.int32)
-        # Where a sequence ends, the next one begins, or what is left.
+        # Where a sequence ends, the next one or the rest begins.
         for marks in (self.begins, self.begins + self.lengths):
             inside = marks < self.length
             starts[self.rows[inside], marks[inside]] = marks[inside]
@@ -74,15 +74,14 @@ class PackedRows:
 
 
 def empty_batch(size: int, length: int, ignored: int) -> Tuple[np.ndarray, ...]:
-    """Returns what ``batches`` yields for ``size`` rows of ``length`` tokens in which nothing is."""
+    """Returns the batch that ``batches`` would yield for ``size`` empty rows of ``length`` tokens."""
     positions = np.tile(np.arange(length, dtype=np.int32), (size, 1))
     labels = np.full((size, length + 1), ignored, np.int32)
     return positions, np.zeros_like(labels), labels, np.zeros((size, length), np.float32)
 
 
 def pack_rows(lengths: np.ndarray, length: int) -> PackedRows:
-    """Returns sequences in as few rows as first-fit decreasing finds (Johnson, 1973): the longest first, each into the
-    first row that has room.
+    """Packs sequences by first-fit decreasing (Johnson, 1973): the longest first, each into the first row with room.
 
     Args:
         lengths (array): int64 [sequences], at most ``length`` each.
@@ -101,5 +100,5 @@ def pack_rows(lengths: np.ndarray, length: int) -> PackedRows:
 
 
 def single_rows(lengths: np.ndarray, length: int) -> PackedRows:
-    """Returns sequences in a row of its own each; the arguments are those of pack_rows."""
+    """Puts each sequence into its own row; the arguments are those of pack_rows."""
     return PackedRows(np.arange(len(lengths)), np.zeros_like(lengths), lengths, length)

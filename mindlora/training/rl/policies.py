@@ -1,4 +1,4 @@
-"""The policies of a run that learn from rewards side by side, one in most runs: sampled, rated and differentiated."""
+"""The policies of a run that learn from rewards side by side, usually one: sampled, rated and differentiated."""
 
 import contextlib
 import functools
@@ -23,21 +23,21 @@ from mindlora.training.run_configuration import run_configuration
 
 
 class Policies:
-    """What a train step does before its update: answers, rewards and gradients of K policies.
+    """The part of a train step before its update: answers, rewards and gradients of K policies.
 
-    They take the same number of prompts in a step, as often, and have one temperature, teacher and tokenizer. One that
-    has ended is neither asked nor rated.
+    The policies have the same numbers of prompts per step and iterations, and one temperature, teacher and tokenizer. A
+    policy that has ended is neither sampled nor rated.
 
     Args:
         policies (sequence of Policy): The policies.
-        sampler (mapping): ``tokenizer``, its path; ``rows``, how many of seq_length tokens, which hold several answers
-            each, the gradient of a policy takes at a time; ``folder``, where relative paths begin. The model is that of
-            the run's YAML.
+        sampler (mapping): ``tokenizer``, its path; ``rows``, the number of rows of seq_length tokens, each holding
+            several answers, that a policy's gradient takes at a time; ``folder``, from which relative paths start. The
+            model is the run's YAML's.
 
     Attributes:
-        graphs (PolicyGraphs): Those of all of them.
-        rollouts (Rollouts): Their sampler, from the first step on.
-        keep (callable): Is told each policy's number, and the rewards of its answers to the prompts that are held out,
+        graphs (PolicyGraphs): The graphs of all policies.
+        rollouts (Rollouts): The policies' sampler, from the first step on.
+        keep (callable): Called with each policy's number and the rewards of its answers to the held-out prompts,
             float64 [prompts].
     """
 
@@ -59,7 +59,7 @@ class Policies:
 
     @property
     def learning(self) -> Dict[int, Policy]:
-        """Number -> policy, of those that have not ended."""
+        """Number -> policy, for policies that have not ended."""
         return {number: policy for number, policy in enumerate(self._policies) if policy.learns}
 
     def train(
@@ -72,24 +72,24 @@ class Policies:
         """Makes the graphs of a network.
 
         Args:
-            network (Cell): The network that trains, with all adapters.
-            weights (sequence of Parameter): What trains.
-            networks (sequence of Cell): For each policy one with its adapter alone, which is sampled from.
-            refresh (callable): Takes the number of a policy, and gives its network the adapter as it is. Default: that
-                is what trains.
+            network (Cell): The training network, with all adapters.
+            weights (sequence of Parameter): The trainable parameters.
+            networks (sequence of Cell): A network for each policy, with only its adapter, to sample from.
+            refresh (callable): Takes a policy's number, and copies the current adapter to its network. Default: the
+                networks themselves train.
         """
         self._networks, self._refresh = list(networks), refresh
         settings = [policy.settings for policy in self._policies]
-        # How a number for each label is computed is the same for all.
+        # All policies compute the numbers for labels in the same way.
         of_rows = self._policies[0].of_rows
         has_reference = any(each.beta for each in settings)
         self.graphs = PolicyGraphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
         return self.graphs
 
     def step(self, number: int, update: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
-        """Takes a step, counted from 0: adds up the gradients, and returns what ``update`` does with them.
+        """Takes a step, counted from 0: adds up the gradients, and returns the result of ``update``.
 
-        ``update`` is given the loss of each policy, and its tokens that count, float64 [K] each.
+        ``update`` gets each policy's loss and number of counted tokens, float64 [K] each.
 
         Raises, with the adapter's name, DivergenceError if the sampler does not agree with the trainer, RewardError if
         a reward fails, and TeacherError if a served teacher does.
@@ -113,7 +113,7 @@ class Policies:
         return outputs
 
     def _sample(self, data: int, learning: Mapping[int, Policy]) -> None:
-        """Gives each policy that learns its experience of a step of the data."""
+        """Sets each learning policy's experience for a step of the data."""
         questions = {number: policy.questions(data) for number, policy in learning.items()}
         for number in learning:
             self._publish(number)
@@ -138,7 +138,7 @@ class Policies:
                 policy.differentiated(given[number])
 
     def held_out_measures(self, number: int) -> Dict[str, float]:
-        """Returns what is measured of a policy's answers to held-out prompts: see Policy.held_out_measures."""
+        """Returns the measures of a policy's answers to held-out prompts; see Policy.held_out_measures."""
         policy = self._policies[number]
         self._publish(number)
         (answers,) = self.rollouts.answers([policy.held_out_question()])
@@ -157,12 +157,12 @@ class Policies:
         return self.rollouts.engine.turns.turn()
 
     def _publish(self, number: int) -> None:
-        """Lets the sampler answer by a policy as it is now."""
+        """Publishes a policy's current weights to the sampler."""
         self._refresh(number)
         self.rollouts.publish(self._policies[number].adapter)
 
     def open(self) -> None:
-        """Makes sampler and rewards, which need the loaded weights, at the first step."""
+        """Creates the sampler and the rewards, which need the loaded weights, at the first step."""
         if self.rollouts is not None:
             return
         run = YamlRun(run_configuration())
@@ -208,7 +208,7 @@ class Policies:
             )
 
     def _rewards_of(self, policy: Policy, folder: str) -> Rewards:
-        """Returns the process that rates a policy's answers: policies with the same functions share one."""
+        """Returns the process that rates a policy's answers; policies with the same functions share one."""
         settings = policy.settings
         key = (settings.reward_funcs, settings.tools, settings.reward_timeout)
         shared = next((rewards for known, rewards in self._rewards if known == key), None)
@@ -218,7 +218,7 @@ class Policies:
         return shared
 
     def end(self, number: int) -> None:
-        """Lets a policy be as it is from now on; with the last one, ends the sampler and the process of the rewards."""
+        """Stops a policy's learning; with the last one, ends the sampler and the reward process."""
         self._policies[number].learns = False
         if self.learning:
             return
@@ -230,7 +230,7 @@ class Policies:
 
 @contextlib.contextmanager
 def _named(policy: Policy) -> Iterator[None]:
-    """Names the adapter in errors of one of several policies."""
+    """Adds the adapter's name to errors of one of several policies."""
     try:
         yield
     except (DivergenceError, RewardError, TeacherError) as error:

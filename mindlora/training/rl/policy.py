@@ -1,4 +1,4 @@
-"""One policy of a run that learns from rewards: what it asks, and what it learns from the answers."""
+"""One policy of a run that learns from rewards: its questions, and what it learns from the answers."""
 
 import dataclasses
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -24,20 +24,21 @@ from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.rollouts import Answers, Question, Rollouts
 from mindlora.training.rl.settings import RlSettings
 
-# In the place of a step's number, which is smaller.
+# Replaces a step's number, which is always smaller.
 _HELD_OUT = 2**32 - 1
 
 
 @dataclasses.dataclass
 class Experience:
-    """The answers of a step and what is known of them, for num_iterations steps of the optimizer.
+    """The answers of a step and their properties, for num_iterations steps of the optimizer.
 
     Attributes:
         advantages (array): float64 [rows], or with a teacher [rows, N].
         counted (array): bool [rows, N], the tokens that the loss counts.
-        reference (array or None): float64 [rows, N], their log-probabilities under the reference.
-        measures (dict): What is reported of them.
-        old (array or None): float64 [rows, N], under the policy before the first step on them; None until then.
+        reference (array or None): float64 [rows, N], the tokens' log-probabilities under the reference.
+        measures (dict): The measures of the answers.
+        old (array or None): float64 [rows, N], their log-probabilities under the policy before the first step on them;
+            None until then.
     """
 
     answers: Answers
@@ -52,20 +53,20 @@ class Policy:
     """A policy: the adapter that trains, or one of several.
 
     Args:
-        name (str): The adapter's; "" where it is the only one.
-        settings (RlSettings): The policy's.
-        seed (int): The run's, where the settings have none.
+        name (str): The adapter's name; "" if it is the only one.
+        settings (RlSettings): The policy's settings.
+        seed (int): The run's seed, used if the settings have none.
 
     Attributes:
-        adapter (str): By which requests ask for it.
-        prompts, held_out (list of Prompt): What it answers; set when the run begins, as is
-        rewards (Rewards): what rates the answers, or None.
-        learns (bool): Whether it has not ended.
-        experience (Experience or None): That of the last step.
-        measures (dict): What is reported of the last step.
-        samples (list of dict): The answers of the last step that the report shows.
-        held_out_rewards (array or None): Of the answers to the prompts that are held out, as they were measured last.
-        loss, tokens (float): Of the last step; the tokens are those that counted.
+        adapter (str): The name by which requests select the policy.
+        prompts, held_out (list of Prompt): The prompts that it answers; set when the run begins, as is
+        rewards (Rewards): the functions that rate the answers, or None.
+        learns (bool): Whether the policy has not ended.
+        experience (Experience or None): The experience of the last step.
+        measures (dict): The measures of the last step.
+        samples (list of dict): The last step's answers that the report shows.
+        held_out_rewards (array or None): The last measured rewards of answers to the held-out prompts.
+        loss, tokens (float): The loss and the number of counted tokens of the last step.
     """
 
     def __init__(self, name: str, settings: RlSettings, seed: int):
@@ -84,11 +85,11 @@ class Policy:
         self.loss = self.tokens = 0.0
 
     def of_rows(self, network: nn.Cell) -> nn.Cell:
-        """Returns what the loss is of, as for PolicyGraphs; the loss of the model is replaced in place."""
+        """Returns the cell whose outputs the loss takes, as for PolicyGraphs; the model's loss is replaced in place."""
         return row_log_probabilities(network, "rl", temperature=self.settings.temperature)
 
     def questions(self, number: int) -> List[Question]:
-        """Returns what is to be answered for a step of the data."""
+        """Returns the questions of a step of the data."""
         return [Question(self.adapter, self.settings, self.prompts_of(number), (self.seed, number))]
 
     def prompts_of(self, number: int) -> List[Prompt]:
@@ -97,20 +98,20 @@ class Policy:
         return [self.prompts[index] for index in chosen]
 
     def held_out_question(self) -> Question:
-        """Returns the question of the prompts that are held out: one answer to each, with the same draws each time."""
+        """Returns the question of the held-out prompts: one answer to each, with the same draws each time."""
         return Question(self.adapter, self.settings, self.held_out, (self.seed, _HELD_OUT), 1)
 
     def answers(self, number: int, answered: Sequence[Answers], rollouts: Rollouts) -> Answers:
-        """Returns the rows of a step, of the answers to its questions."""
+        """Returns the rows of a step, from the answers to its questions."""
         return answered[0]
 
     def rate(self, answers: Answers, reference: Optional[np.ndarray], rollouts: Rollouts) -> None:
-        """Makes an experience of the rows of a step.
+        """Makes an experience from a step's rows.
 
         Args:
             answers (Answers): The rows.
-            reference (array): float64 [rows, N], their log-probabilities under the reference, where beta is above 0.
-            rollouts (Rollouts): What a teacher computes with.
+            reference (array): float64 [rows, N], log-probabilities under the reference, if beta is above 0.
+            rollouts (Rollouts): The engine that computes a teacher's log-probabilities.
 
         Raises RewardError if a reward fails, and TeacherError if a served teacher does.
         """
@@ -133,15 +134,15 @@ class Policy:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss compares the policy as it is now with another one."""
+        """Whether the loss compares the current policy with another one."""
         return self.experience.old is not None or self.experience.reference is not None
 
     def coefficients(self, log_probabilities: Optional[np.ndarray]) -> np.ndarray:
-        """Computes the loss of the step, and returns its derivative by what of_rows gives, float64 [rows, N].
+        """Computes the loss of the step, and returns its derivative by the outputs of of_rows, float64 [rows, N].
 
         Args:
-            log_probabilities (array): Of the policy as it is now, float64 [rows, N]; None where the loss compares
-                nothing, and the sampler's do.
+            log_probabilities (array): The current policy's, float64 [rows, N]; None if the loss compares nothing and
+                the sampler's suffice.
         """
         given = self.experience
         policy = given.answers.log_probabilities if log_probabilities is None else log_probabilities
@@ -151,7 +152,7 @@ class Policy:
         return loss.coefficients
 
     def differentiated(self, given: np.ndarray) -> None:
-        """Takes what of_rows gave when the gradient was made, float64 [rows, N].
+        """Takes the outputs of of_rows from the gradient's computation, float64 [rows, N].
 
         Raises DivergenceError if the sampler does not agree with the trainer.
         """
@@ -164,10 +165,10 @@ class Policy:
     def held_out_measures(
         self, answers: Answers, rollouts: Rollouts, differentiate: Callable[[Answers, np.ndarray], np.ndarray]
     ) -> Dict[str, float]:
-        """Returns what is measured of one answer to each prompt that is held out.
+        """Returns the measures of one answer to each held-out prompt.
 
-        That is ``held_out_reward``, their mean reward, and ``held_out_teacher/kl``, their divergence from the teacher.
-        ``differentiate`` is that of PolicyGraphs, for this policy.
+        They are ``held_out_reward``, the mean reward, and ``held_out_teacher/kl``, the divergence from the teacher.
+        ``differentiate`` is PolicyGraphs.differentiate for this policy.
         """
         measures = {}
         if self.rewards is not None:
@@ -181,11 +182,11 @@ class Policy:
         return measures
 
     def _rewards_of(self, answers: Answers) -> np.ndarray:
-        """Returns what the reward functions give to answers, float64 [rows, functions]."""
+        """Returns the reward functions' values for answers, float64 [rows, functions]."""
         return self.rewards.of([prompt.given for prompt in answers.prompts], answers.texts, answers.columns())
 
     def _check_agreement(self, trained: np.ndarray) -> None:
-        """Measures how far the sampler's log-probabilities are from the trainer's, of the same weights and tokens.
+        """Measures the distance of the sampler's log-probabilities from the trainer's, for the same weights and tokens.
 
         Raises DivergenceError if they differ by more than rl.max_disagreement.
         """
@@ -203,7 +204,7 @@ class Policy:
 
 
 def best_and_worst(answers: Answers, values: np.ndarray, are_rewards: bool) -> List[Dict[str, Any]]:
-    """Returns the answers with the highest and the lowest value, for the report, with these if they are rewards."""
+    """Returns the answers with the highest and the lowest value for the report; rewards are included."""
     rated = np.flatnonzero(~np.isnan(values))
     if not len(rated):
         return []

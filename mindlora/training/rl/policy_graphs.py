@@ -1,4 +1,4 @@
-"""The graphs of a run that learns from rewards: of all its policies at once, for as many batches as a step has."""
+"""The graphs of a run that learns from rewards, for all its policies at once and any number of batches."""
 
 import contextlib
 import itertools
@@ -23,18 +23,17 @@ Turn = Callable[[], contextlib.AbstractContextManager]
 
 
 class PolicyGraphs(nn.Cell):
-    """The gradients, and the log-probabilities, of answers under K policies of one network: K adapters, or one.
+    """The gradients and log-probabilities of answers under K policies of one network: K adapters, or one.
 
-    A batch has ``rows`` rows of each policy, those of the first one first; where a policy has no answers, they are
-    empty.
+    A batch has ``rows`` rows of each policy, the first policy's first; rows of a policy without answers are empty.
 
     Args:
-        network (Cell): The network that trains. The loss of its model is replaced in place.
-        weights (sequence of Parameter): What trains.
+        network (Cell): The training network. Its model's loss is replaced in place.
+        weights (sequence of Parameter): The trainable parameters.
         policies (int): K.
-        rows (int): Rows of seq_length tokens of a policy at a time, which hold several answers each.
-        of_rows (callable): Takes the network, and returns what losses are of: for tokens and labels of rows, a number
-            for each label but the first.
+        rows (int): Number of a policy's rows of seq_length tokens at a time; each holds several answers.
+        of_rows (callable): Takes the network, and returns a cell whose outputs the losses take: for tokens and labels
+            of rows, a number for each label except the first.
         with_reference (bool): Whether there are log-probabilities under the reference.
 
     Attributes:
@@ -67,18 +66,18 @@ class PolicyGraphs(nn.Cell):
         self.reference = reference
         if self.row_positions is not None:
             for cell in filter(None, (self.policy_gradients, self.log_probabilities, reference)):
-                # A graph that was compiled before, in another process, has the parameters of its own cell alone.
+                # A graph that was compiled before, in another process, has only the parameters of its own cell.
                 cell.row_positions = self.row_positions
 
     @property
     def gradients(self) -> ParameterTuple:
-        """The gradients that have been added up."""
+        """The accumulated gradients."""
         return self.policy_gradients.gradients
 
     def differentiate(
         self, answers: Mapping[int, Answers], coefficients: Mapping[int, np.ndarray], turn: Turn
     ) -> Dict[int, np.ndarray]:
-        """Adds up the gradient of the sum of coefficients times what of_rows gives.
+        """Adds up the gradient of the sum of coefficients times the outputs of of_rows.
 
         Args:
             answers (mapping): Number of a policy -> its answers; the gradient of other policies is zero.
@@ -86,7 +85,7 @@ class PolicyGraphs(nn.Cell):
             turn (callable): Returns the context in which a graph runs.
 
         Returns:
-            dict, number -> what of_rows gives, float64 [answers, N].
+            dict, number -> the outputs of of_rows, float64 [answers, N].
         """
         goes_on = itertools.chain([0.0], itertools.repeat(1.0))
         return self._computed(
@@ -97,7 +96,7 @@ class PolicyGraphs(nn.Cell):
         )
 
     def forward(self, answers: Mapping[int, Answers], turn: Turn, by_reference: bool = False) -> Dict[int, np.ndarray]:
-        """Returns number of a policy -> the log-probabilities of its answers' tokens, float64 [answers, N]."""
+        """Returns the log-probabilities of answers' tokens, by policy number: float64 [answers, N]."""
         cell = self.reference if by_reference else self.log_probabilities
         nothing = {number: np.zeros(each.mask.shape) for number, each in answers.items()}
         return self._computed(answers, nothing, lambda tokens, labels, _: cell(tokens, labels), turn)
@@ -109,7 +108,7 @@ class PolicyGraphs(nn.Cell):
         graph: Callable[[Tensor, Tensor, Tensor], Tensor],
         turn: Turn,
     ) -> Dict[int, np.ndarray]:
-        """Returns number -> what a graph gives for the tokens, labels and coefficients of a policy's answers."""
+        """Returns a graph's outputs for the tokens, labels and coefficients of answers, by policy number."""
         packed = {number: self._packed(each) for number, each in answers.items()}
         batches = {
             number: packed[number].batches(each.tokens, each.labels, coefficients[number], self.rows, self.ignored)
@@ -129,8 +128,8 @@ class PolicyGraphs(nn.Cell):
         return {number: each.unpack(rows[number]) for number, each in packed.items()}
 
     def _packed(self, answers: Answers) -> PackedRows:
-        """Returns where each answer lies, behind its prompt, in the rows that the graphs take."""
-        # The last token of an answer is one to predict alone.
+        """Returns the place of each prompt with its answer in the rows that the graphs take."""
+        # The last token of an answer is only predicted.
         lengths = np.where(answers.mask, np.arange(1, answers.mask.shape[1] + 1), 0).max(1)
         pack = single_rows if self.row_positions is None else pack_rows
         return pack(lengths, answers.mask.shape[1])

@@ -1,13 +1,13 @@
 r"""The losses of GRPO and RLOO, in NumPy: from rewards to advantages, and from log-probabilities to gradients.
 
-A step has P prompts with G answers each; row i of its arrays is an answer, those to one prompt stand behind each other.
-The log-probability of token t of answer i is l under the policy that trains, l_old under the one that sampled, l_ref
-under the reference. The policy learns from
+A step has P prompts with G answers each; row i of its arrays is an answer, and answers to one prompt are adjacent. The
+log-probability of token t of answer i is l under the training policy, l_old under the sampling policy, and l_ref under
+the reference. The policy learns from
 
 .. math::
     L(l), \qquad c_{it} = \partial L / \partial l_{it}
 
-The coefficients c are all that a trainer needs: sum(c l), with c held constant, has the gradient of L. All is computed
+A trainer needs only the coefficients c: sum(c l), with c held constant, has the gradient of L. Everything is computed
 in float64. tests/peers compares every case with TRL's trainers.
 
 Sources: GRPO (Shao et al., 2024), RLOO (Ahmadian et al., 2024), DAPO (Yu et al., 2025), Dr. GRPO (Liu et al., 2025),
@@ -22,17 +22,17 @@ import numpy as np
 
 from mindlora.training.rl.settings import RlSettings
 
-# What TRL adds to a standard deviation before it divides by it.
+# TRL adds this to a standard deviation before dividing by it.
 _EPSILON = 1e-4
 
 
 class Advantages(NamedTuple):
-    """How much better than the others each answer is.
+    """The advantages: how much better each answer is than the others.
 
     Attributes:
-        values (array): float64 [rows]; 0 for an answer that no function has rated.
+        values (array): float64 [rows]; 0 for an answer without a rating.
         rewards (array): float64 [rows], the weighted sum of the functions' rewards, without a KL penalty; NaN for an
-            answer that no function has rated.
+            answer without a rating.
         measures (dict): reward, reward_std, frac_reward_zero_std, and rewards/NAME/mean and /std for each function.
     """
 
@@ -42,7 +42,7 @@ class Advantages(NamedTuple):
 
 
 class Distillation(NamedTuple):
-    """How much more a teacher thinks of each token than the policy that has drawn it.
+    """Token advantages: how much more likely each token is under a teacher than under the policy that sampled it.
 
     Attributes:
         values (array): float64 [rows, tokens], the advantages; 0 where the mask is False.
@@ -60,7 +60,7 @@ class PolicyLoss(NamedTuple):
         loss (float): L.
         coefficients (array): float64 [rows, tokens], dL / dl; 0 where the mask is False.
         measures (dict): clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean and, with a reference, kl:
-            means over the given tokens, or over the rows where ratios are those of answers.
+            means over the given tokens, or over the rows if ratios are per answer.
     """
 
     loss: float
@@ -69,12 +69,12 @@ class PolicyLoss(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """How far the sampler's log-probabilities are from the trainer's, in nats.
+    """The distance of the sampler's log-probabilities from the trainer's, in nats.
 
     Attributes:
-        max (float): The largest difference of a token; NaN if one of them is.
+        max (float): The largest difference at a token; NaN if one of them is NaN.
         k1 (float): mean(sampler - trainer), an estimate of KL(sampler || trainer) that can be negative.
-        k2 (float): mean((sampler - trainer)^2 / 2), another one that cannot (Schulman, 2020).
+        k2 (float): mean((sampler - trainer)^2 / 2), an estimate that cannot (Schulman, 2020).
     """
 
     max: float
@@ -87,11 +87,11 @@ class Agreement(NamedTuple):
 
 
 def counted(mask: np.ndarray, truncated: np.ndarray, settings: RlSettings) -> np.ndarray:
-    """Returns which tokens count in the loss: all of answers, or with mask_truncated_completions of those that ended.
+    """Returns which tokens count: all answers' tokens, or with mask_truncated_completions only ended answers'.
 
     Args:
         mask (array): bool [rows, tokens], where an answer has a token.
-        truncated (array): bool [rows], the answers that max_completion_length has cut.
+        truncated (array): bool [rows], answers cut at max_completion_length.
         settings (RlSettings): The run's.
     """
     return mask & ~truncated[:, None] if settings.mask_truncated_completions else mask.copy()
@@ -103,13 +103,13 @@ def answer_kl(log_probs: np.ndarray, reference_log_probs: np.ndarray, mask: np.n
     Args:
         log_probs (array): [rows, tokens], of the policy that sampled.
         reference_log_probs (array): [rows, tokens].
-        mask (array): bool [rows, tokens], as ``counted`` gives it.
+        mask (array): bool [rows, tokens], as returned by ``counted``.
     """
     return np.where(mask, _float64(log_probs) - _float64(reference_log_probs), 0).sum(1)
 
 
 def weighted_rewards(rewards: np.ndarray, settings: RlSettings) -> np.ndarray:
-    """Returns float64 [rows], sum_f w_f r_f over the functions f that have rated an answer; NaN where none has.
+    """Returns float64 [rows], sum_f w_f r_f over the functions f that rated an answer; NaN if none did.
 
     Args:
         rewards (array): float64 [rows, functions], NaN where a function has not rated an answer.
@@ -120,24 +120,24 @@ def weighted_rewards(rewards: np.ndarray, settings: RlSettings) -> np.ndarray:
 
 
 def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarray] = None) -> Advantages:
-    r"""Compares the rewards of the answers to a prompt with each other.
+    r"""Computes advantages by comparing the rewards of the answers to each prompt.
 
-    With r_i = sum_f w_f r_if over the functions f that have rated answer i, and over the rated answers of its prompt,
+    With r_i = sum_f w_f r_if over the functions f that rated answer i, and over the rated answers to its prompt,
 
     .. math::
         GRPO: A_i = \frac{r_i - mean(r)}{std(r) + 10^{-4}}, \qquad
         RLOO: A_i = r'_i - \frac{1}{n - 1} \sum_{j \ne i} r'_j, \quad r'_i = r_i - \beta KL_i
 
-    std has n - 1 in its divisor; scale_rewards "batch" takes that of all answers, "none" does not divide. RLOO's
+    std has the divisor n - 1; scale_rewards "batch" takes the std of all answers, "none" does not divide. RLOO's
     normalize_advantages brings the A of all answers to mean 0 and standard deviation 1.
 
     Args:
         rewards (array): [rows, functions], NaN where a function has not rated an answer.
         settings (RlSettings): The run's; rows are a multiple of its num_generations.
-        kl (array): [rows], what ``answer_kl`` returns; needed by RLOO with beta. Default: None.
+        kl (array): [rows], the result of ``answer_kl``; needed by RLOO with beta. Default: None.
 
     Returns:
-        The advantages, and what is reported of the rewards.
+        The advantages, and measures of the rewards.
     """
     rewards = _float64(rewards)
     total = weighted_rewards(rewards, settings)
@@ -172,26 +172,26 @@ def advantages(rewards: np.ndarray, settings: RlSettings, kl: Optional[np.ndarra
 def distillation(
     log_probs: np.ndarray, teacher_log_probs: np.ndarray, mask: np.ndarray, settings: RlSettings
 ) -> Distillation:
-    r"""Compares each token of the answers with what a teacher says of it.
+    r"""Compares each answer token's log-probability with a teacher's.
 
-    With l_T the teacher's log-probability of a token, l that of the policy which has drawn it, and teacher_coef c,
+    With a token's log-probabilities l_T under the teacher and l under the policy that sampled it, and teacher_coef c,
 
     .. math::
         A_{it} = c (l_{T,it} - l_{it})
 
-    Its policy gradient is that of c times the reverse KL divergence of each token from the teacher, sum_v p(v)
+    Its policy gradient is the gradient of c times the reverse KL divergence from the teacher at each token, sum_v p(v)
     (log p(v) - log p_T(v)), whose estimate k1 is the mean of l - l_T (GKD with the student's own answers, Agarwal et
-    al., 2024). A token answers for its own divergence alone, discount 0, and nothing is subtracted (Lu and Thinking
+    al., 2024). Each token is credited only with its own divergence, discount 0, without a baseline (Lu and Thinking
     Machines Lab, 2025).
 
     Args:
         log_probs (array): [rows, tokens], l, of the policy that sampled.
         teacher_log_probs (array): [rows, tokens], l_T.
-        mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
+        mask (array): bool [rows, tokens], as returned by ``counted``. Values elsewhere do not matter.
         settings (RlSettings): The run's.
 
     Returns:
-        The advantages of the tokens, which are added to those of the answers, and the divergence.
+        The tokens' advantages, which are added to the answers' advantages, and the divergence.
     """
     divergence = np.where(mask, _float64(log_probs) - _float64(teacher_log_probs), 0)
     return Distillation(-settings.teacher_coef * divergence, _mean_of(divergence, mask))
@@ -207,8 +207,8 @@ def policy_loss(
 ) -> PolicyLoss:
     r"""Returns the loss of answers, and its derivative by each log-probability.
 
-    The ratio of a token is r = exp(l - l_old); with importance_sampling_level "sequence", its logarithm is the mean of
-    the answer. GRPO's loss of a token is
+    The ratio of a token is r = exp(l - l_old); with importance_sampling_level "sequence", its logarithm is the answer's
+    mean. GRPO's loss of a token is
 
     .. math::
         L_{it} = -\min(\min(r, \delta) A_i,\; clip(r, 1 - \epsilon, 1 + \epsilon_{high}) A_i)
@@ -216,9 +216,9 @@ def policy_loss(
 
     and L is their sum with the weight of loss_type: 1 / (rows |o_i|) for grpo, |o_i| being the tokens of the answer;
     1 / tokens for dapo; 1 / (rows max_completion_length) for dr_grpo. TRL's bnpo divides by the tokens of a
-    micro-batch; here a step is one batch, however it is taken apart, so that bnpo is dapo.
+    micro-batch; here, a step is one batch, however it is divided, so bnpo is dapo.
 
-    RLOO's ratio is that of the whole answer, r_i = exp(sum_t l - l_old), and
+    RLOO's ratio is per answer, r_i = exp(sum_t l - l_old), and
 
     .. math::
         L = -\frac{1}{rows} \sum_i \min(r_i A_i,\; clip(r_i, 1 - \epsilon, 1 + \epsilon_{high}) A_i)
@@ -226,14 +226,14 @@ def policy_loss(
     Args:
         log_probs (array): [rows, tokens], l.
         old_log_probs (array): [rows, tokens], l_old; None takes l itself, so that all ratios are 1.
-        reference_log_probs (array): [rows, tokens], l_ref; needed by GRPO with beta, and with RLOO for the measure kl
-            alone. None: no reference.
-        advantages (array): [rows], of the answers, or with GRPO's ratios of tokens [rows, tokens].
-        mask (array): bool [rows, tokens], as ``counted`` gives it. What the arrays hold elsewhere does not matter.
+        reference_log_probs (array): [rows, tokens], l_ref; needed by GRPO with beta, and by RLOO only for the measure
+            kl. None: no reference.
+        advantages (array): [rows], per answer, or with GRPO's ratios per token [rows, tokens].
+        mask (array): bool [rows, tokens], as returned by ``counted``. Values elsewhere do not matter.
         settings (RlSettings): The run's.
 
     Returns:
-        The loss, the coefficients and what is reported.
+        The loss, the coefficients and the measures.
     """
     log_probs = np.where(mask, _float64(log_probs), 0)
     old = log_probs if old_log_probs is None else np.where(mask, _float64(old_log_probs), 0)
@@ -257,7 +257,7 @@ def policy_loss(
         measures["kl"] = _mean_of(k3 * ratio, mask)
         losses, slopes = losses + settings.beta * k3 * ratio, slopes + settings.beta * k3 * ratio
         direct = settings.beta * ratio * (1 - np.exp(away))
-    # By the logarithm of the ratio, then by l: for an answer, each of its tokens has a share of all.
+    # The derivative by the ratio's logarithm, then by l: each token has a share of its answer's ratio.
     by_ratio = (slopes * weights).sum(1, keepdims=True) * mask / lengths if of_sequence else slopes * weights
     coefficients = by_ratio + direct * weights
     return PolicyLoss(float((losses * weights).sum()), coefficients, measures)
@@ -273,7 +273,7 @@ def _rloo(log_probs, old, reference, advantages, mask, settings: RlSettings) -> 
 
 
 def _clipped(ratio, advantages, settings: RlSettings, delta: Optional[float]) -> Tuple[np.ndarray, np.ndarray]:
-    """Returns the smaller one of the ratio and the clipped ratio, times A, and its derivative by log(ratio)."""
+    """Returns the minimum of the ratio times A and the clipped ratio times A, and its derivative by log(ratio)."""
     low, high = 1 - settings.epsilon, 1 + settings.epsilon_high
     limit = np.inf if delta is None else delta
     free, clipped = np.minimum(ratio, limit) * advantages, np.clip(ratio, low, high) * advantages
@@ -299,7 +299,7 @@ def _clip_measures(ratio, advantages, mask, settings: RlSettings) -> Dict[str, f
 
 
 def _mean_of(values, mask) -> float:
-    """Returns the mean over the tokens of a mask, or over rows if there is one value for each row."""
+    """Returns the mean over a mask's tokens, or over rows if there is one value per row."""
     if values.shape != mask.shape:
         return float(values.mean())
     return float((values * mask).sum() / max(mask.sum(), 1))
@@ -328,8 +328,8 @@ def agreement(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> Agr
     """Compares the log-probabilities of trainer and sampler, both [rows, tokens], at the tokens of a mask.
 
     Args:
-        trainer (array): Of the weights that sampled, before the step.
-        sampler (array): As they were when the tokens were chosen.
+        trainer (array): The trainer's, with the sampling weights, before the step.
+        sampler (array): The sampler's, from when the tokens were chosen.
         mask (array): bool [rows, tokens], where an answer has a token.
     """
     difference = (_float64(sampler) - _float64(trainer))[mask]
@@ -343,13 +343,13 @@ def _float64(values: Sequence) -> np.ndarray:
 
 
 def _mean(values: np.ndarray, axis: Optional[int] = None) -> np.ndarray:
-    """Returns the mean of what is not NaN, with all axes; NaN where nothing is left."""
+    """Returns the mean without NaN, keeping all axes; NaN if no value is left."""
     with np.errstate(invalid="ignore"):
         return np.nansum(values, axis, keepdims=True) / (~np.isnan(values)).sum(axis, keepdims=True)
 
 
 def _std(values: np.ndarray, axis: Optional[int] = None) -> np.ndarray:
-    """Returns the standard deviation of what is not NaN, with n - 1 in the divisor; NaN where less than two are."""
+    """Returns the standard deviation without NaN, with the divisor n - 1; NaN for fewer than two values."""
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     squares = np.nansum(np.square(values - _mean(values, axis)), axis, keepdims=True)
     return np.sqrt(np.where(count > 1, squares / np.maximum(count - 1, 1), np.nan))

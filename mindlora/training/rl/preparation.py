@@ -1,4 +1,4 @@
-"""What the YAML of a run that learns from rewards becomes."""
+"""Prepares the YAML of a run that learns from rewards."""
 
 import os
 from typing import List
@@ -19,20 +19,20 @@ from mindlora.training.rl.tools import tools_of
 
 
 def prepare_rl(config: MindFormerConfig) -> None:
-    """Turns a YAML with runner_wrapper.rl into one that MindFormers trains, in place; it must have no mistakes."""
+    """Turns a YAML with runner_wrapper.rl, which has passed the checks, into one that MindFormers trains, in place."""
     run = YamlRun(config)
     if run.rl is None:
         return
     of_adapters = list(settings_of(run).values())
-    # Adapters differ in the length and the number of their answers, and in nothing else that is read here.
+    # Adapters differ only in the length and the number of their answers among the settings read here.
     settings = of_adapters[0]
     tokenizer = settings.tokenizer or run.tokenizer
-    # Read here too, so that a prompt that cannot be used ends the run before anything is built.
+    # Read here too, so that an unusable prompt ends the run before anything is built.
     length = run.model["seq_length"]
     for each in of_adapters:
         prompts = _prompts(each, tokenizer, length)
     longest = max(len(prompt.tokens) for prompt in prompts) - 1
-    # More rows than the longest answers fill would be empty.
+    # Rows beyond those that the longest answers fill would be empty.
     filled = (-(-each.rows // max(1, length // (longest + each.max_completion_length))) for each in of_adapters)
     rows = min(run.rows, max(filled))
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
@@ -43,7 +43,7 @@ def prepare_rl(config: MindFormerConfig) -> None:
     config.train_dataset_task = MindFormerConfig(
         type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps
     )
-    # Its passes over the prompts are one over the steps.
+    # The passes over the prompts become one pass over the steps.
     config.runner_config.epochs = 1
     config.callbacks = [MindFormerConfig(type=RlReport.__name__), *(config.callbacks or [])]
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
@@ -54,7 +54,7 @@ def prepare_rl(config: MindFormerConfig) -> None:
 
 
 def _prompts(settings: RlSettings, tokenizer: str, length: int) -> List[Prompt]:
-    """Returns the prompts of a run; those that show tools need the process that loads these, which ends with this."""
+    """Returns the prompts of a run; a process that loads tools for them ends with this call."""
     loaded, folder = load_tokenizer(tokenizer), os.getcwd()
     if not settings.tools:
         return prompts_of_run(settings, loaded, length, folder)[0]

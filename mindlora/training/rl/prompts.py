@@ -1,4 +1,4 @@
-"""The prompts that a policy answers: rows of a file, as TRL's trainers read them."""
+"""The prompts that a policy answers: rows of a file, in the form of TRL's trainers."""
 
 import difflib
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -18,19 +18,19 @@ from mindlora.training.rl.settings import RlSettings
 from mindlora.training.rl.tools import Tools
 
 PROMPT = "prompt"
-# By which reward functions get what answers with tools consist of.
+# The name under which reward functions get the messages of answers with tools.
 MESSAGES = "messages"
 
 
 class Prompt(NamedTuple):
-    """One prompt.
+    """A prompt.
 
     Attributes:
-        given (str or list of dict): A text, or messages for the tokenizer's chat template, as the file has it.
-        tokens (list of int): What the policy answers.
-        columns (dict): The other fields of the row, which reward functions get.
-        grammar (Grammar or None): What an answer must be: see mindlora.serving.constraints.
-        completion (list of int): The answer that the row has, with the end token, for gkd; empty in other runs.
+        given (str or list of dict): A text, or messages for the tokenizer's chat template, as in the file.
+        tokens (list of int): The tokens that the policy continues.
+        columns (dict): The row's other fields, which reward functions get.
+        grammar (Grammar or None): The constraint on answers: see mindlora.serving.constraints.
+        completion (list of int): The row's answer, with the end token, for gkd; empty in other runs.
     """
 
     given: Union[str, List[Dict[str, Any]]]
@@ -43,17 +43,17 @@ class Prompt(NamedTuple):
 def prompts_of_run(
     settings: RlSettings, tokenizer: Any, seq_length: int, folder: str, tools: Optional[Tools] = None
 ) -> Tuple[List[Prompt], List[Prompt]]:
-    """Returns the prompts of a run, and those that are held out from it.
+    """Returns the prompts of a run, and its held-out prompts.
 
     Args:
         settings (RlSettings): The run's.
         tokenizer: As load_tokenizer returns it.
-        seq_length (int): Tokens of a prompt and its answer, at most.
-        folder (str): Where the paths of schemas begin.
-        tools (Tools): What answers may call. Default: None.
+        seq_length (int): Maximum number of tokens of a prompt and its answer.
+        folder (str): The folder from which paths of schemas start.
+        tools (Tools): Tools that answers may call. Default: None.
 
-    Raises DataError as read_prompts, or if rl.gkd needs completions, and a row has none, or one that is too long; and
-    what AnswerConstraints.grammar raises.
+    Raises DataError as read_prompts does, or if rl.gkd needs completions and a row has none or one that is too long,
+    and the errors of AnswerConstraints.grammar.
     """
     longest = seq_length - settings.max_completion_length
     outputs = settings.structured_outputs
@@ -71,9 +71,9 @@ def prompts_of_run(
 
 
 def _with_completion(prompt: Prompt, tokenizer: Any, settings: RlSettings) -> Prompt:
-    """Returns a prompt with the tokens of the completion that its row has.
+    """Returns a prompt with the tokens of its row's completion.
 
-    Raises DataError if there is none, or it is too long.
+    Raises DataError if the row has no completion, or one that is too long.
     """
     where = f"{settings.prompts}: the row with the prompt {shown(prompt.given)}"
     text = prompt.columns.get(COMPLETION)
@@ -100,22 +100,21 @@ def read_prompts(
     tools: Optional[Tools] = None,
     variables: Optional[Mapping[str, Any]] = None,
 ) -> List[Prompt]:
-    """Returns the prompts of a file: rows with ``prompt``, a text or messages, and whatever rewards need beside it.
+    """Returns the prompts of a file: rows with ``prompt``, a text or messages, and other fields for rewards.
 
-    A text is taken as it is, behind the tokenizer's token that begins a sequence, if it has one; messages go through
-    the tokenizer's chat template. An answer to messages may begin with a thought, where the template knows thoughts.
+    A text is used unchanged, after the tokenizer's begin-of-sequence token, if it has one; messages go through the
+    tokenizer's chat template. An answer to messages may begin with a thought, if the template supports thoughts.
 
     Args:
         path (str): A .jsonl, .json, .csv or .parquet file.
         tokenizer: As load_tokenizer returns it.
-        longest (int): Tokens of a prompt, at most.
-        constraints (AnswerConstraints): Of what answers must be. Default: None, they may be anything.
-        tools (Tools): What answers may call, which prompts of messages show. Default: None.
+        longest (int): Maximum number of tokens of a prompt.
+        constraints (AnswerConstraints): Constraints on the answers. Default: None, unconstrained.
+        tools (Tools): Tools that answers may call, which prompts of messages show. Default: None.
         variables (mapping): Further variables of the chat template, such as enable_thinking. Default: None.
 
     Raises:
-        DataError: The file cannot be read, a row has no prompt, or one that is too long, or rows differ in their
-            fields.
+        DataError: The file cannot be read, a row has no prompt or one that is too long, or rows differ in their fields.
     """
     rows = read_rows(path, None, ())
     if not rows.rows:
@@ -151,7 +150,7 @@ def read_prompts(
 
 
 class _Form:
-    """How prompts become tokens: texts as they are, messages through the chat template."""
+    """The conversion of prompts to tokens: texts unchanged, messages through the chat template."""
 
     def __init__(self, tokenizer: Any, tools: Optional[Tools], variables: Optional[Mapping[str, Any]]):
         self._tokenizer = tokenizer
@@ -162,7 +161,7 @@ class _Form:
         self._chat: Optional[TemplatePrompt] = None
 
     def read(self, given: Union[str, list], where: str) -> Tuple[List[int], Optional[Thoughts]]:
-        """Returns the tokens of a prompt, and what its answer may think first: None for nothing."""
+        """Returns the tokens of a prompt, and the thoughts that may precede its answer, or None."""
         if isinstance(given, str):
             return self._begin + encode(self._tokenizer, given), None
         try:
@@ -180,14 +179,14 @@ def _alike(record: Any) -> str:
 
 
 def prompts_of_step(prompts: int, step: int, count: int, seed: int) -> np.ndarray:
-    """Returns which prompts a step answers: int64 [count].
+    """Returns the indices of the prompts of a step: int64 [count].
 
-    Each pass over the prompts has an order of its own, which follows from the seed; what is left of a pass after its
-    last whole step is dropped.
+    Each pass over the prompts has its own order, determined by the seed; prompts left over after a pass's last complete
+    step are dropped.
 
     Args:
-        prompts (int): How many there are.
-        step (int): The step, from 0.
+        prompts (int): The number of prompts.
+        step (int): The step, counted from 0.
         count (int): Prompts of a step.
         seed (int): The run's.
     """

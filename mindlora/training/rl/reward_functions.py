@@ -1,7 +1,7 @@
-"""What rl.reward_funcs may name: functions of a Python file, built-in ones, and reward models that are served.
+"""Reward functions that rl.reward_funcs may name: functions of Python files, built-in ones, and served reward models.
 
-Each is a Reward. Its ``load`` returns the function that rates answers, as TRL calls it: function(prompts, completions,
-**columns) -> a number, or None, for each completion. Only the process of the rewards calls ``load``
+Each is a Reward. Its ``load`` returns the function that rates answers, with TRL's signature: function(prompts,
+completions, **columns) -> a number, or None, for each completion. Only the reward process calls ``load``
 (mindlora.training.rl.reward_process).
 """
 
@@ -21,25 +21,25 @@ from mindlora.models.thoughts import behind_thought
 from mindlora.training.rl.asking import ask, path_of
 
 RewardFunction = Callable[..., Sequence[Optional[float]]]
-# A number as texts have it, with or without commas between thousands.
+# A number in a text, with or without commas between thousands.
 _NUMBER = re.compile(r"(?<![0-9])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
-# So many texts go into a request: the least that a server takes by default is twice that.
+# Number of texts in a request; servers accept at least twice as many by default.
 _TEXTS = 32
 
 
 class Reward:
-    """A reward function as a YAML names it.
+    """A reward function named by a YAML.
 
     Attributes:
-        name (str): What it is called in metrics and messages.
+        name (str): The function's name in metrics and messages.
     """
 
     name: ClassVar[str]
 
     def load(self, folder: str) -> RewardFunction:
-        """Returns the function; relative paths begin at ``folder``.
+        """Returns the function; relative paths start from ``folder``.
 
-        Raises LoraError if there is no such function, or what it needs is missing.
+        Raises LoraError if there is no such function, or a requirement is missing.
         """
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class PythonFunction(Reward):
         return self.function
 
     def load(self, folder: str) -> RewardFunction:
-        """Runs the file, whose folder is on sys.path meanwhile and afterwards, as that of a program is."""
+        """Runs the file, with its folder on sys.path from then on, as for a program."""
         path = os.path.abspath(os.path.join(folder, self.path))
         if not os.path.isfile(path):
             raise ConfigError(f"{self.key} names {self.path}, but there is no file {path}. Correct the path.")
@@ -77,13 +77,13 @@ class PythonFunction(Reward):
 
 
 def _module_name(path: str) -> str:
-    # Two files of one name in two folders are two modules.
+    # Files of the same name in different folders are different modules.
     return f"rewards of {path}"
 
 
 @dataclass(frozen=True)
 class OfColumn(Reward):
-    """1 where ``agrees`` finds that a completion has the right answer, which a column of the data has; else 0.
+    """1 if a completion has the right answer, by ``agrees`` and a column of the data; else 0.
 
     Args:
         column (str): The column. Default: "answer".
@@ -113,19 +113,19 @@ class OfColumn(Reward):
 
 
 class ExactAnswer(OfColumn):
-    """1 where a completion, behind its thought, is the text of a column, apart from the space around it, else 0."""
+    """1 if a completion, after its thought, equals the text of a column, ignoring surrounding space; else 0."""
 
     name: ClassVar[str] = "exact_answer"
 
     def agrees(self, completion: str, answer: Any) -> bool:
-        """Returns whether both are the same text."""
+        """Returns whether both texts are the same."""
         return behind_thought(completion).strip() == str(answer).strip()
 
 
 class NumericAnswer(OfColumn):
-    """1 where the last number of a completion equals the last one of a column's text, else 0.
+    """1 if the last number of a completion equals the last number of a column's text; else 0.
 
-    So it takes GSM8K's answers, which end with #### and the number, as they are. 1,000.0 and 1000 are equal.
+    So GSM8K's answers, which end with #### and the number, need no change. 1,000.0 and 1000 are equal.
     """
 
     name: ClassVar[str] = "numeric_answer"
@@ -148,7 +148,7 @@ def _last_number(text: str) -> Optional[Decimal]:
 
 @dataclass(frozen=True)
 class Regex(Reward):
-    """1 where a regular expression is found in a completion, else 0; (?s), ^ and \\Z are Python's.
+    """1 if a regular expression in Python's syntax, such as (?s), ^ and \\Z, is found in a completion; else 0.
 
     Args:
         pattern (str): The expression.
@@ -170,7 +170,7 @@ class Regex(Reward):
 
 @dataclass(frozen=True)
 class JsonSchema(Reward):
-    """1 where a completion, behind its thought, is JSON that matches a schema, else 0.
+    """1 if a completion, after its thought, is JSON that matches a schema; else 0.
 
     Args:
         schema (mapping or str): The schema, or the path of a JSON file with it.
@@ -224,13 +224,13 @@ def _matches(text: str, validator: Any) -> bool:
 
 
 def _refuse_constant(name: str) -> None:
-    # Python reads NaN and Infinity, which JSON does not have.
+    # Python accepts NaN and Infinity, which are not JSON.
     raise ValueError(name)
 
 
 @dataclass(frozen=True)
 class Length(Reward):
-    """0 where the number of words is in a range; outside, minus the distance by the nearer limit, at least -1.
+    """0 if the number of words is in a range; else minus the relative distance from the nearer limit, at least -1.
 
     Args:
         min_words (int): Default: 0.
@@ -264,13 +264,13 @@ class Length(Reward):
 
 @dataclass(frozen=True)
 class RewardModel(Reward):
-    """The score that a reward model gives to a prompt and its completion, read as one text.
+    """A reward model's score of a prompt and its completion, read as one text.
 
-    ``mindlora serve`` serves it; so does whatever has /v1/classify as vLLM does.
+    ``mindlora serve``, or any server with vLLM's /v1/classify, serves the model.
 
     Args:
-        url (str): Where the server is, such as http://localhost:8000.
-        model (str): The name of the reward model there. Default: None, the only adapter of the server.
+        url (str): The server's address, such as http://localhost:8000.
+        model (str): The reward model's name there. Default: None, the server's only adapter.
     """
 
     url: str
@@ -286,7 +286,7 @@ class RewardModel(Reward):
         return self.model or "reward_model"
 
     def load(self, folder: str) -> RewardFunction:
-        """Returns the function, after asking the server which model it means."""
+        """Returns the function, after asking the server for the model's name if needed."""
         model = self.model or self._only_adapter()
 
         def rate(prompts, completions, **columns):
@@ -324,7 +324,7 @@ class RewardModel(Reward):
         return [scores[0] for scores in rows]
 
     def _ask(self, path: str, body: Optional[Mapping[str, Any]] = None) -> Any:
-        """Returns the answer of a path of the server; the caller has a time limit for all of it."""
+        """Returns the server's answer at a path; the caller limits the total time."""
         return ask(path_of(self.url, f"v1/{path}"), body, RewardError, tell=print)
 
 
@@ -332,15 +332,15 @@ BUILT_IN: Dict[str, Type[Any]] = {kind.name: kind for kind in (ExactAnswer, Nume
 
 
 def reward_of(entry: Any, key: str) -> Reward:
-    """Returns the reward function that an entry of rl.reward_funcs names.
+    """Returns the reward function named by an entry of rl.reward_funcs.
 
     Args:
         entry (str or mapping): ``path/to/file.py:function``, a name of BUILT_IN, the address of a server
             (``http://...``), or a mapping with one of these as ``type`` and the function's arguments.
-        key (str): Where it stands, for messages.
+        key (str): The entry's key, for messages.
 
     Raises:
-        ConfigError: It names nothing of these, or an argument is missing, unknown or wrong.
+        ConfigError: The entry names none of these, or an argument is missing, unknown or wrong.
     """
     arguments = {"type": entry} if isinstance(entry, str) else entry
     if not isinstance(arguments, Mapping) or not isinstance(arguments.get("type"), str):
@@ -378,7 +378,7 @@ def reward_of(entry: Any, key: str) -> Reward:
 
 
 def shown_tool(function: Callable[..., Any]) -> Dict[str, Any]:
-    """Returns a Python function as a tool of OpenAI's, by its type hints and its docstring, as TRL's trainers read it.
+    """Returns a Python function as an OpenAI tool, from its type hints and docstring, like TRL's trainers.
 
     Raises ConfigError if a type hint or the description of an argument is missing.
     """
@@ -393,6 +393,6 @@ def shown_tool(function: Callable[..., Any]) -> Dict[str, Any]:
             f"transformers makes no tool of it: {problem} Write type hints, and a docstring with Args in Google's "
             "style."
         ) from problem
-    # What it returns is not part of OpenAI's tools.
+    # OpenAI's tools do not describe return values.
     schema["function"].pop("return", None)
     return schema

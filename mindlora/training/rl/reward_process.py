@@ -1,7 +1,7 @@
-"""The process in which rewards are computed: python -m mindlora.training.rl.reward_process DESCRIPTOR.
+"""The process that computes rewards: python -m mindlora.training.rl.reward_process DESCRIPTOR.
 
-It never imports MindSpore. Its parent (mindlora.training.rl.rewards) sends one request after the other by the
-connection with that descriptor; the answer is JSON, {"result": ...} or {"error": text}. It ends with the connection.
+It never imports MindSpore. Its parent (mindlora.training.rl.rewards) sends one request after another over the
+connection with this descriptor; each answer is JSON, {"result": ...} or {"error": text}. It ends with the connection.
 """
 
 import asyncio
@@ -18,37 +18,37 @@ from mindlora.core.errors import LoraError, RewardError
 from mindlora.core.text import shown
 from mindlora.training.rl.reward_functions import Reward, RewardFunction, shown_tool
 
-# The last lines of a traceback say what went wrong.
+# The last lines of a traceback name the cause.
 _LINES = 12
 
 
 class Functions:
-    """The loaded functions; its public methods are what can be asked for."""
+    """The loaded functions; requests can call the public methods."""
 
     def __init__(self) -> None:
         self._functions: List[RewardFunction] = []
         self._tools: List[Callable[..., Any]] = []
 
     def load(self, reward: Reward, folder: str) -> None:
-        """Loads the next function, whose relative paths begin at ``folder``."""
+        """Loads the next function, whose relative paths start from ``folder``."""
         self._functions.append(reward.load(folder))
 
     def rate(
         self, number: int, prompts: List[str], completions: List[str], columns: Mapping[str, Sequence[Any]]
     ) -> List[Optional[float]]:
-        """Returns the rewards that the function with this number gives to completions."""
+        """Returns the rewards of completions by the function with this number."""
         result = self._functions[number](prompts=prompts, completions=completions, **columns)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         return checked_rewards(result, len(completions))
 
     def load_tool(self, tool: Reward, folder: str) -> Dict[str, Any]:
-        """Loads the next tool, and returns it as OpenAI has it."""
+        """Loads the next tool, and returns it in OpenAI's form."""
         self._tools.append(tool.load(folder))
         return shown_tool(self._tools[-1])
 
     def call(self, number: int, arguments: str) -> List[Any]:
-        """Returns what the tool with this number says to arguments, as JSON, and whether it has raised."""
+        """Calls the tool with this number; returns its result as JSON, and whether it raised."""
         try:
             result = self._tools[number](**json.loads(arguments))
             if inspect.iscoroutine(result):
@@ -59,10 +59,10 @@ class Functions:
 
 
 def serve(connection: Connection) -> None:
-    """Does what comes by a connection, until it ends.
+    """Executes requests from a connection until it closes.
 
-    A request is (seconds, name of a method of Functions, its arguments). One that takes longer ends the process,
-    whatever it does: where it was is written to stderr, and nothing is left running if the parent has ended before.
+    A request is (seconds, name of a method of Functions, its arguments). A request that takes longer ends the process,
+    whatever it does: its stack is written to stderr, and nothing keeps running if the parent has already ended.
     """
     functions = Functions()
     while True:
@@ -90,9 +90,9 @@ def _answer(method: Callable[..., Any], arguments: Sequence[Any]) -> Dict[str, A
 
 
 def checked_rewards(result: Any, count: int) -> List[Optional[float]]:
-    """Returns what a function returned as floats, None for an answer that it does not rate.
+    """Returns a function's result as floats, with None for an answer without a rating.
 
-    Raises RewardError if that is not a list of ``count`` finite numbers or None.
+    Raises RewardError if the result is not a list of ``count`` finite numbers or None.
     """
     try:
         values = list(result)
@@ -107,7 +107,7 @@ def checked_rewards(result: Any, count: int) -> List[Optional[float]]:
 
 def _number(value: Any, index: int) -> float:
     try:
-        # A text is not a number, whatever it holds.
+        # A text is not a number, even if it could be parsed as one.
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError):
         number = math.nan

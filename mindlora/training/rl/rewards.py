@@ -1,4 +1,4 @@
-"""Rewards: the reward functions of a run, in a process of their own that is started once."""
+"""Rewards: the reward functions of a run, in a separate process that is started once."""
 
 import contextlib
 import json
@@ -23,27 +23,27 @@ from mindlora.training.rl.settings import RlSettings
 logger = logging.getLogger("mindlora")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[3]
-# Python, and what a file of rewards imports, may take this long to load.
+# Seconds that Python and the imports of a rewards file may take to load.
 _LOADING = 300.0
-# Seconds after which a process that has not ended by itself, at its time limit or without its parent, is killed.
+# Seconds after which a process that should have ended, at its time limit or without its parent, is killed.
 _GRACE = 5.0
-# Lines of its output that an error shows.
+# Number of lines of its output that an error shows.
 _LINES = 15
 _KEY = "rl.reward_funcs"
-# What a function's other arguments are called.
+# The names of a function's other arguments.
 _ARGUMENTS = ("prompts", "completions")
 
 
 class Rewards:
-    """Rates answers, and calls the tools of a run.
+    """The process that rates answers and calls the tools of a run.
 
-    A function that hangs, crashes or raises ends in one error, and never takes the trainer along.
+    A function that hangs, crashes or raises causes one error, and never crashes the trainer.
 
-    What the functions print goes to the log, line by line.
+    The functions' output goes to the log, line by line.
 
     Args:
-        settings (RlSettings): The run's: its functions and the time that each may take.
-        folder (str): Where the paths of functions begin.
+        settings (RlSettings): The run's settings: its functions and their time limit.
+        folder (str): The folder from which paths of functions start.
 
     Raises:
         RewardError: A function cannot be loaded.
@@ -56,7 +56,7 @@ class Rewards:
         path = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                # Without a buffer, so that what a function prints is there when it crashes.
+                # Unbuffered, so that a function's output is not lost when it crashes.
                 [sys.executable, "-u", "-m", "mindlora.training.rl.reward_process", str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
                 pass_fds=[theirs.fileno()],
@@ -65,7 +65,8 @@ class Rewards:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                # Ctrl-C is the trainer's, and what the functions start ends with them.
+                # A separate session: only the trainer gets Ctrl-C, and processes that the functions start end with
+                # them.
                 start_new_session=True,
             )
         self._reader = threading.Thread(target=self._log_output, daemon=True)
@@ -90,7 +91,7 @@ class Rewards:
         Args:
             prompts (list of str): The prompt of each answer.
             completions (list of str): The answers.
-            columns (dict): Name of a further column of the data -> its value for each answer.
+            columns (dict): Name of another column of the data -> its value for each answer.
 
         Raises:
             RewardError: A function took longer than reward_timeout, crashed, raised, or returned something other than
@@ -118,16 +119,16 @@ class Rewards:
         return rewards
 
     def call(self, number: int, arguments: str) -> Tuple[str, bool]:
-        """Returns what the tool with this number says, and whether it has raised; ``arguments`` are JSON.
+        """Calls the tool with this number; returns its result, and whether it raised; ``arguments`` are JSON.
 
-        Raises RewardError if it took longer than reward_timeout, or ended its process.
+        Raises RewardError if the tool took longer than reward_timeout, or ended its process.
         """
         tool = self._settings.tools[number]
         said, failed = self._ask(f"{tool.key}: {tool.name}", self._settings.reward_timeout, "call", (number, arguments))
         return said, failed
 
     def close(self) -> None:
-        """Ends the process, and what its functions have started."""
+        """Ends the process, and the processes that its functions have started."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
@@ -142,14 +143,14 @@ class Rewards:
         self.close()
 
     def _ask(self, name: str, seconds: float, method: str, arguments: Tuple[Any, ...]) -> Any:
-        """Returns what a method of the process' Functions returns; where there is no answer, the process is gone.
+        """Returns the result of a method of the process's Functions; without an answer, the process has ended.
 
-        ``name`` is the function's, behind the key that names it, for messages.
+        ``name`` is the function's key and name, for messages.
         """
         begin = time.monotonic()
         try:
             self._connection.send((seconds, method, arguments))
-            # The process ends itself when the time is over.
+            # The process ends itself when its time is up.
             if self._connection.poll(seconds + _GRACE):
                 answer = json.loads(self._connection.recv_bytes())
                 if "error" in answer:
@@ -159,7 +160,7 @@ class Rewards:
         except (EOFError, OSError):
             pass
         is_late = time.monotonic() - begin >= seconds
-        # An end that is under way has an exit code of its own.
+        # A process that is already ending has its own exit code.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
         self._kill()
@@ -190,5 +191,5 @@ class Rewards:
 
 
 def _end(code: Optional[int]) -> str:
-    """Returns how a process has ended."""
+    """Describes how a process ended."""
     return f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name

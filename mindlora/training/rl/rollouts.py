@@ -1,4 +1,4 @@
-"""What policies answer to the prompts of a step, as rows for their trainer."""
+"""Rollouts: policies' answers to the prompts of a step, as rows for their trainer."""
 
 import dataclasses
 import itertools
@@ -19,27 +19,27 @@ from mindlora.training.rl.settings import RlSettings
 from mindlora.training.rl.teacher import ServedTeacher
 from mindlora.training.rl.tools import Tools, Turn
 
-# By which requests ask for a teacher that is an adapter.
+# The name by which requests select a teacher that is an adapter.
 TEACHER = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The answers to the prompts of a step, those to one prompt behind each other.
+    """The answers to the prompts of a step; answers to one prompt are adjacent.
 
     Position i of a row predicts token i + 1, so that arrays of log-probabilities are [rows, N] for rows of N + 1.
 
     Attributes:
-        prompts (list of Prompt): That of each row.
-        texts (list of str): Without special tokens.
+        prompts (list of Prompt): The prompt of each row.
+        texts (list of str): The answers' texts, without special tokens.
         tokens (array): int32 [rows, N + 1], prompt and answer, filled up.
-        labels (array): int32 [rows, N + 1]: the tokens of the answers, elsewhere the id that is ignored.
+        labels (array): int32 [rows, N + 1]: the tokens of the answers, and elsewhere the ignored id.
         log_probabilities (array): float64 [rows, N], the sampler's; 0 elsewhere.
-        mask (array): bool [rows, N], where a row has a token of its answer to predict.
-        truncated (array): bool [rows], which answers max_completion_length has cut.
-        messages (list of list of dict or None): Where there are tools, what each answer consists of: turns of the
-            assistant, which may have tool_calls, and the tools' results. The texts are those of the last turns.
-        failures (int): Calls that have failed.
+        mask (array): bool [rows, N], the positions that predict a token of the answer.
+        truncated (array): bool [rows], the answers cut at max_completion_length.
+        messages (list of list of dict or None): With tools, the messages of each answer: turns of the assistant, which
+            may have tool_calls, and the tools' results. The texts are those of the last turns.
+        failures (int): Number of failed calls.
     """
 
     prompts: List[Prompt]
@@ -53,7 +53,7 @@ class Answers:
     failures: int = 0
 
     def columns(self) -> Dict[str, List[Any]]:
-        """Returns the fields of the prompts' rows, a value for each answer."""
+        """Returns the fields of the prompts' rows, with a value for each answer."""
         columns: Dict[str, List[Any]] = {name: [] for name in self.prompts[0].columns}
         for prompt in self.prompts:
             for name, value in prompt.columns.items():
@@ -63,8 +63,9 @@ class Answers:
         return columns
 
     def tool_measures(self) -> Dict[str, float]:
-        """Returns tools/call_frequency, the calls of an answer, and tools/failure_frequency, the share that failed;
-        nothing where there are no tools.
+        """Returns tools/call_frequency, the calls per answer, and tools/failure_frequency, the share of failed calls.
+
+        Without tools, the result is empty.
         """
         if self.messages is None:
             return {}
@@ -74,13 +75,13 @@ class Answers:
 
 
 class Question(NamedTuple):
-    """What is to be answered at once.
+    """A request for answers to be sampled together.
 
     Attributes:
         adapter (str or None): The name of the adapter that answers; None for the base.
-        settings (RlSettings): How it does.
-        prompts (sequence of Prompt): Those to which it does.
-        seed (sequence of int): With the number of a row, it makes the row's random stream.
+        settings (RlSettings): The settings of sampling.
+        prompts (sequence of Prompt): The prompts to answer.
+        seed (sequence of int): Determines each row's random stream, with the row's number.
         generations (int or None): Answers to each prompt; None for num_generations.
     """
 
@@ -92,14 +93,14 @@ class Question(NamedTuple):
 
 
 class _Draft:
-    """An answer as it is made: turns of the model, and what comes between them.
+    """An answer in progress: turns of the model, and the tokens between them.
 
     Attributes:
-        settings (RlSettings): Those of its question.
-        tokens, own (list): Those behind the prompt, and of each whether the model has sampled it.
-        log_probabilities (list of float): Of its own tokens.
-        text, said (str): The text of the last turn, whole and without calls.
-        messages (list of dict): What the turns before said, and the results of their calls.
+        settings (RlSettings): The settings of its question.
+        tokens, own (list): The tokens after the prompt, and whether the model sampled each of them.
+        log_probabilities (list of float): The log-probabilities of its own tokens.
+        text, said (str): The text of the last turn, complete and without calls.
+        messages (list of dict): The earlier turns, and the results of their calls.
     """
 
     def __init__(self, prompt: Prompt, settings: RlSettings):
@@ -119,7 +120,7 @@ class _Draft:
         return self.prompt.tokens + self.tokens
 
     def add(self, piece: Piece) -> None:
-        """Takes what the model has sampled."""
+        """Adds sampled tokens of the model."""
         self.put(piece.tokens, own=True)
         self.log_probabilities += [sampled.logprob for sampled in piece.logprobs or ()]
         self.text += piece.text
@@ -141,7 +142,7 @@ class _Draft:
 
 
 def joined(parts: Sequence[Answers]) -> Answers:
-    """Returns the rows of all parts behind each other. None of them calls tools."""
+    """Concatenates the rows of all parts, none of which calls tools."""
     values: Dict[str, Any] = {}
     for field in dataclasses.fields(Answers):
         of_parts = [getattr(part, field.name) for part in parts]
@@ -153,16 +154,16 @@ def joined(parts: Sequence[Answers]) -> Answers:
 
 
 class Rollouts:
-    """Samples from the networks that train over one base, by mindlora's engine over its weights.
+    """A sampler from networks that train on one base, by mindlora's engine on the base's weights.
 
     Args:
-        networks (mapping): Name -> MindFormers' model in training with the adapter of that name, as for TrainedEngine.
-        model (mapping): The node ``model`` of its YAML.
+        networks (mapping): Name -> MindFormers' model in training with this adapter, as for TrainedEngine.
+        model (mapping): The node ``model`` of the YAML.
         tokenizer: As load_tokenizer returns it.
-        settings (sequence of RlSettings): Those of each network, which have one teacher.
-        longest (int): Tokens of the longest prompt.
-        product_dtype (str): What the networks in training round what their linear cells multiply to.
-        tools (Tools): What answers may call. Default: None.
+        settings (sequence of RlSettings): Each network's settings, with one teacher.
+        longest (int): Number of tokens of the longest prompt.
+        product_dtype (str): The dtype to which the training networks' linear cells round their operands.
+        tools (Tools): Tools that answers may call. Default: None.
 
     Raises:
         ConfigError, UnsupportedCellError: As TrainedEngine.
@@ -190,11 +191,11 @@ class Rollouts:
         self._teacher_of_run = settings[0].teacher
         if settings[0].teacher_adapter is not None:
             adapters[TEACHER] = settings[0].teacher_adapter
-            # Among legacy models, one joins q, k and v if its YAML says so.
+            # A legacy model joins q, k and v if its YAML says so.
             joins_cells = not model["model_config"].get("type") or bool(model["model_config"].get("qkv_concat"))
             rank = max(rank, rank_needed(settings[0].teacher_adapter, joins_cells))
         running = min(sum(each.rows for each in settings), _MOST_RUNNING)
-        # The cache has room for what these prompts and answers can take.
+        # The cache has room for these prompts and answers at full length.
         answer = max(each.max_completion_length for each in settings)
         blocks = -(-min(self._length, longest + answer) // EngineSettings.block_size)
         sizes = EngineSettings(
@@ -222,7 +223,7 @@ class Rollouts:
             asked = [prompt for prompt in question.prompts for _ in range(count)]
             drafts.append([_Draft(prompt, question.settings) for prompt in asked])
         with self.engine.turns.turn():
-            # What it holds of earlier steps would change the last bits, and a run that is resumed holds nothing.
+            # Cached values of earlier steps would change the last bits, and a resumed run has none.
             self.engine.forget_texts()
         turns, going = 0, drafts
         while any(going):
@@ -232,7 +233,7 @@ class Rollouts:
         return [self._rows(each) for each in drafts]
 
     def completions(self, prompts: Sequence[Prompt], settings: RlSettings) -> Answers:
-        """Returns the completions that the data have of prompts; their log-probabilities are not known, and 0."""
+        """Returns the data's completions of prompts; their log-probabilities are unknown and set to 0."""
         drafts = [_Draft(prompt, settings) for prompt in prompts]
         for draft in drafts:
             draft.put(draft.prompt.completion, own=True)
@@ -242,7 +243,7 @@ class Rollouts:
     def _take_turn(
         self, questions: Sequence[Question], going: Sequence[Sequence["_Draft"]], turns: Sequence[int]
     ) -> None:
-        """Samples the next turn of each answer that goes on; ``turns`` is the number of those before, if any were."""
+        """Samples the next turn of each unfinished answer; ``turns`` is the number of earlier turns, if any."""
         requests: List[Tuple[Sequence[int], Sampling, Optional[str]]] = []
         for question, drafts in zip(questions, going):
             seeds = np.random.SeedSequence([*question.seed, *turns]).generate_state(len(drafts), np.uint64)
@@ -256,13 +257,13 @@ class Rollouts:
                 draft.add(piece)
 
     def _going_on(self, drafts: Sequence["_Draft"], turns: int) -> List["_Draft"]:
-        """Returns the answers of which there is a next turn."""
+        """Returns the answers that have another turn."""
         return [draft for draft in drafts if self._goes_on(draft, turns)]
 
     def _goes_on(self, draft: "_Draft", turns: int) -> bool:
-        """Carries out the calls of an answer's last turn, whose results go on with it; returns whether there are any.
+        """Executes the calls of an answer's last turn and appends the results; returns whether there were any.
 
-        ``turns`` is how many it has.
+        ``turns`` is the answer's number of turns.
         """
         if self._tools is None:
             return False
@@ -274,7 +275,7 @@ class Rollouts:
         results, failures = self._tools.results(turn)
         behind = self._tools.continuation(draft.tokens, results)
         if len(draft.tokens) + len(behind) >= draft.settings.max_completion_length:
-            # The next turn has no room, and is cut before it begins.
+            # The next turn has no room and is cut before it begins.
             draft.truncated = True
             return False
         draft.put(behind)
@@ -328,7 +329,7 @@ class Rollouts:
         return found
 
     def _scores(self, rows: Sequence[List[int]], begins: Sequence[int]) -> List[np.ndarray]:
-        """Returns the log-probabilities of the tokens of each row from a token on, by the engine."""
+        """Returns the engine's log-probabilities of each row's tokens from ``begins`` on."""
         streams = self._submit(
             [
                 (row, Sampling(max_tokens=0, prompt_logprobs=0, scored_from=begin), self._teacher)
@@ -347,17 +348,16 @@ class Rollouts:
             self.engine.stop()
 
     def _submit(self, requests: Sequence[Tuple[Sequence[int], Sampling, Optional[str]]]) -> List[Stream]:
-        """Asks the engine for prompts, samplings and adapters, as one: it takes its first step when it has them all.
+        """Submits prompts, samplings and adapters to the engine together, before its first step.
 
-        So the last bits of log-probabilities, which depend on what is computed together, are the same in a run that was
-        resumed.
+        So the last bits of log-probabilities, which depend on the batch, are the same in a resumed run.
         """
         with self.engine.turns.turn():
             return [self.engine.submit(*request) for request in requests]
 
     def _sampling(self, draft: _Draft, seed: int) -> Sampling:
         settings = draft.settings
-        # A row in training is filled up with the pad token, which the model does not see there.
+        # A row in training is padded with the pad token, which the model does not see there.
         padding = () if self._pad == self._tokenizer.eos_token_id else ((self._pad,),)
         return Sampling(
             max_tokens=settings.max_completion_length - len(draft.tokens),
@@ -374,7 +374,7 @@ class Rollouts:
         )
 
 
-# Further requests wait: the cache has room for so many at a time.
+# Further requests wait: the cache has room for this many at a time.
 _MOST_RUNNING = 64
-# All answers of a step are asked for at once.
+# All answers of a step are requested at once.
 _MOST_WAITING = 2**20

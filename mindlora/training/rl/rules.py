@@ -1,4 +1,4 @@
-"""Learning from rewards: what runner_wrapper.rl needs from the rest of a YAML."""
+"""Rules of learning from rewards: what runner_wrapper.rl requires of the rest of a YAML."""
 
 import os
 import warnings
@@ -18,9 +18,9 @@ from mindlora.training.several.rules import KEY as ADAPTERS
 from mindlora.training.several.rules import TrainedAdapter, by_adapter, rl_of, trained_adapters
 
 KEY = "runner_wrapper.rl"
-# Callbacks that read rows with labels: such a run has prompts alone.
+# Callbacks that read rows with labels: such a run has only prompts.
 _OF_ROWS = ("HeldOutLoss", "Forgetting", "ForgettingBudget", "RankBudget")
-# Settings of the run with which sampler and trainer would not be one policy, or which the sampler has no place for.
+# Settings with which sampler and trainer would not be one policy, or which the sampler does not support.
 _OF_ADAPTERS = {
     "alora_invocation_tokens": "the sampler's adapter acts on all tokens",
     "neftune_alpha": "the sampler adds no noise",
@@ -30,12 +30,12 @@ _OF_ADAPTERS = {
 
 
 def settings_of(run: YamlRun) -> Dict[str, RlSettings]:
-    """Returns name -> settings of each adapter of a run that learns from rewards; "" is the name of the only one.
+    """Returns name -> settings of each adapter in a run that learns from rewards; a single adapter's name is "".
 
-    Raises ConfigError as rl_settings does, or if adapters differ in what they share.
+    Raises ConfigError as rl_settings does, or if adapters differ in shared settings.
     """
     adapters = _adapters(run)
-    # What is not a node is refused as such.
+    # Values other than nodes are refused elsewhere.
     if not adapters or not isinstance(run.rl, Mapping):
         return {"": rl_settings(run.rl)}
     return {adapter.name: _settings_of(run, adapter) for adapter in adapters}
@@ -45,7 +45,7 @@ def _adapters(run: YamlRun) -> List[TrainedAdapter]:
     if not run.pet_config or not run.pet_config.get("adapters"):
         return []
     with warnings.catch_warnings():
-        # They are given where the adapters are checked.
+        # The warnings are issued where the adapters are checked.
         warnings.simplefilter("ignore")
         return trained_adapters(PetLoraConfig.from_pet_config(run.pet_config))
 
@@ -70,13 +70,13 @@ def _settings_of(run: YamlRun, adapter: TrainedAdapter) -> RlSettings:
 
 
 def check_rl(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for each setting that keeps a training run from learning from rewards as the YAML asks."""
+    """Yields an error for each setting with which a training run cannot learn from rewards."""
     if not run.trains:
         return
     try:
         adapters = _adapters(run)
     except LoraError:
-        # check_adapters says what is wrong.
+        # check_adapters reports the error.
         return
     if run.rl is None:
         for adapter in adapters:
@@ -119,7 +119,7 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_policy(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
-    """Yields an error for each setting that keeps one adapter from learning as its settings ask."""
+    """Yields an error for each setting that contradicts one adapter's settings of rl."""
     yield from _check_sizes(run, settings)
     yield from _check_saving(run, settings)
     yield from _check_files(run, settings)
@@ -247,7 +247,7 @@ def _check_files(run: YamlRun, settings: RlSettings) -> Iterator[Finding]:
 
 
 def steps_of(prompts: int, epochs: int, settings: RlSettings) -> int:
-    """Returns how many steps of the optimizer a run has.
+    """Returns the number of optimizer steps of a run.
 
     Raises ConfigError if there are fewer prompts than a step answers.
     """

@@ -1,4 +1,4 @@
-"""RlSettings: how a run learns from rewards, as the section rl of its YAML says it, with TRL's names."""
+"""RlSettings: how a run learns from rewards, from the section rl of its YAML, with TRL's names."""
 
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -23,26 +23,26 @@ from mindlora.training.rl.reward_functions import PythonFunction, Reward, reward
 from mindlora.training.rl.structured_outputs import check_structured_outputs
 from mindlora.training.rl.teacher import BASE, ServedTeacher, teacher_of
 
-# The values of each key that names one of several things, its default first.
+# The values of each key with a fixed set of values, the default first.
 CHOICES: Dict[str, Tuple[str, ...]] = {
     "algorithm": ("grpo", "rloo"),
     "loss_type": ("dapo", "grpo", "dr_grpo", "bnpo"),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
 }
-# Key -> the algorithm that alone has it.
+# Key -> the only algorithm that has it.
 _OWN = {
     **dict.fromkeys(("loss_type", "delta", "scale_rewards", "importance_sampling_level"), "grpo"),
     "normalize_advantages": "rloo",
 }
-# What says how rewards count.
+# Keys that say how rewards count.
 _OF_REWARDS = ("reward_weights", "scale_rewards", "reward_timeout")
-# What a run reports of each step, by which other callbacks can choose the best adapter.
+# Metrics that a run reports at each step, by which callbacks can choose the best adapter.
 METRICS = (
     *("reward", "held_out_reward", "teacher/kl", "held_out_teacher/kl"),
     *("teacher/divergence", "held_out_teacher/divergence"),
 )
-# What adapters that learn side by side cannot differ in -> why.
+# Settings in which adapters that learn side by side cannot differ -> why.
 SHARED = {
     **dict.fromkeys(("prompts", "prompts_per_step", "num_iterations"), "all take the same steps over one file"),
     **dict.fromkeys(("held_out_prompts", "held_out_steps"), "they are compared on the same prompts, at the same steps"),
@@ -52,69 +52,69 @@ SHARED = {
     "chat_template_kwargs": "the prompts are the same",
     "temperature": "the log-probabilities of all are computed at once",
 }
-# What gkd does not read: its loss is a divergence from the teacher, of log-probabilities that the trainer computes.
+# Settings that gkd does not read: its loss is a divergence from the teacher, from the trainer's log-probabilities.
 _NOT_OF_GKD = (
     *("reward_funcs", *_OF_REWARDS, "teacher_coef", "algorithm", "num_iterations", "beta", "epsilon", "epsilon_high"),
     *("delta", "loss_type", "normalize_advantages", "importance_sampling_level", "max_disagreement"),
     *("structured_outputs", "tools", "max_tool_calling_iterations"),
 )
-# What else a teacher's log-probabilities cannot be compared with: key -> the only value that it may have.
+# Other settings that contradict a teacher's log-probabilities: key -> the only allowed value.
 _WITH_TEACHER = {"algorithm": "grpo", "importance_sampling_level": "token", "temperature": 1, "top_p": 1, "top_k": 0}
 _WEIGHT = Range("a number", lambda value: abs(value) < float("inf"))
 
 
 @dataclass(frozen=True)
 class RlSettings:
-    """How a run learns from rewards. Names and meanings are those of TRL's GRPOConfig and RLOOConfig.
+    """Settings of learning from rewards, with the names and meanings of TRL's GRPOConfig and RLOOConfig.
 
     Args:
-        reward_funcs (list or one): What rates the answers, as mindlora.training.rl.reward_functions.reward_of reads
-            it; here a tuple of Reward.
+        reward_funcs (list or one): The functions that rate the answers, as for
+            mindlora.training.rl.reward_functions.reward_of; here a tuple of Reward.
         reward_weights (list of float): The weight of each function in the sum. Default: None, 1 for all.
         algorithm (str): grpo (Shao et al., 2024) or rloo (Ahmadian et al., 2024). Default: "grpo".
-        prompts_per_step (int): Prompts of a step of the optimizer. Default: 8.
+        prompts_per_step (int): Prompts per optimizer step. Default: 8.
         num_generations (int): Answers to each prompt. Default: 8.
-        num_iterations (int): Steps of the optimizer on the same answers. Default: 1.
+        num_iterations (int): Optimizer steps on the same answers. Default: 1.
         beta (float): Weight of the KL divergence from the reference: in GRPO's loss, or in RLOO's reward. Default: 0,
             no reference.
         epsilon (float): A ratio of probabilities counts down to 1 - epsilon. Default: 0.2.
-        epsilon_high (float): It counts up to 1 + epsilon_high. Default: None, epsilon.
-        delta (float): GRPO: the most that a ratio counts where the advantage is negative (INTELLECT-2, 2025). Default:
+        epsilon_high (float): A ratio counts up to 1 + epsilon_high. Default: None, epsilon.
+        delta (float): GRPO: the upper limit of a ratio with a negative advantage (INTELLECT-2, 2025). Default:
             None, no limit.
-        loss_type (str): GRPO: what the sum over tokens is divided by: dapo, grpo, dr_grpo or bnpo. Default: "dapo".
+        loss_type (str): GRPO: the divisor of the sum over tokens: dapo, grpo, dr_grpo or bnpo. Default: "dapo".
         scale_rewards (str): GRPO: whether advantages are divided by the standard deviation of a prompt's rewards
             ("group"), of all ("batch") or not at all ("none"). True and False are "group" and "none". Default: "group".
-        normalize_advantages (bool): RLOO: whether advantages are brought to mean 0 and standard deviation 1. Default:
-            False.
-        importance_sampling_level (str): GRPO: whether the ratio is that of a token, or of an answer ("sequence", GSPO).
+        normalize_advantages (bool): RLOO: whether advantages are normalized to mean 0 and standard deviation 1.
+            Default: False.
+        importance_sampling_level (str): GRPO: whether the ratio is per token or per answer ("sequence", GSPO).
             Default: "token".
-        mask_truncated_completions (bool): Whether answers that were cut at max_completion_length are left out of the
-            loss. Default: False.
-        max_completion_length (int): Tokens of an answer. Default: 512.
+        mask_truncated_completions (bool): Whether answers cut at max_completion_length are left out of the loss.
+            Default: False.
+        max_completion_length (int): Maximum number of tokens of an answer. Default: 512.
         temperature (float): Default: 1.
-        top_p (float): Share of the probability that is sampled from. Default: 1, all.
-        top_k (int): Tokens that are sampled from. Default: 0, all.
+        top_p (float): Share of the probability to sample from. Default: 1, all.
+        top_k (int): Number of tokens to sample from. Default: 0, all.
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
-        structured_outputs (mapping): What an answer must be, of the run or of a column, as
-            mindlora.training.rl.answer_constraints reads it. Default: None, any text.
+        structured_outputs (mapping): The constraint on answers, for the run or from a column, as for
+            mindlora.training.rl.answer_constraints. Default: None, any text.
         tools (list of str, or one): Functions of Python files that answers to messages may call, path/to/file.py:NAME;
             here a tuple of PythonFunction. Default: none.
-        max_tool_calling_iterations (int): Turns of an answer whose calls are carried out. Default: None, all.
-        max_disagreement (float): The run ends where trainer and sampler differ by more on a token's log-probability, in
-            nats. Default: 1e-3.
+        max_tool_calling_iterations (int): Number of an answer's turns whose calls are executed. Default: None, all.
+        max_disagreement (float): The run ends if trainer and sampler differ by more than this on a token's
+            log-probability, in nats. Default: 1e-3.
         prompts (str): A file with a prompt in each row: see mindlora.training.rl.prompts. A run needs it.
-        held_out_prompts (str): A file of prompts that the run does not learn from, of whose answers the reward, and the
-            divergence from the teacher, are measured. Default: None.
+        held_out_prompts (str): A file of prompts not learned from, on whose answers the reward and the divergence from
+            the teacher are measured. Default: None.
         held_out_steps (int): Steps between these measurements. Default: 10.
-        teacher (str or mapping): GRPO: whose log-probabilities of the answers' tokens the policy learns too, as
-            mindlora.training.rl.teacher.teacher_of reads it: "base", the path of an adapter, or {url, model}.
+        teacher (str or mapping): GRPO: the teacher whose log-probabilities of the answers' tokens the policy learns
+            too, as for mindlora.training.rl.teacher.teacher_of: "base", the path of an adapter, or {url, model}.
             Default: None.
-        gkd (mapping): Whether, and how, it learns the whole distribution of a teacher in the process, in the place of
-            the teacher's log-probabilities of its own tokens: the fields of GkdSettings. Default: None.
-        teacher_coef (float): What the difference log(teacher / policy) of a token is multiplied by. Default: 1.
+        gkd (mapping): Whether and how the policy learns the complete distribution of a teacher in the process, instead
+            of the teacher's log-probabilities of its own tokens: the fields of GkdSettings. Default: None.
+        teacher_coef (float): Factor of a token's difference log(teacher / policy). Default: 1.
         tokenizer (str): The tokenizer's folder or file. Default: None, beside the base.
-        seed (int): Seed of the order of the prompts, and of what is sampled. Default: None, that of the run.
-        chat_template_kwargs (mapping): Further variables of its chat template, such as enable_thinking. Default: None.
+        seed (int): Seed of the prompts' order and of sampling. Default: None, the run's seed.
+        chat_template_kwargs (mapping): Further variables of the chat template, such as enable_thinking. Default: None.
         reward_timeout (float): Seconds that a reward function may take for the answers of a step. Default: 60.
 
     Raises:
@@ -196,13 +196,13 @@ class RlSettings:
         elif self.teacher is not None:
             self._check_teacher()
         if self.reward_funcs != () or self.teacher is None:
-            # The others' rewards are what one is compared with.
+            # An answer is compared with the others' rewards.
             check_number(self.num_generations, "rl.num_generations", whole_numbers(2))
             object.__setattr__(self, "reward_funcs", _functions(self.reward_funcs))
         object.__setattr__(self, "reward_weights", self._weights())
 
     def _check_teacher(self) -> None:
-        """Raises ConfigError if a token of a teacher is not compared with one of the policy alone."""
+        """Raises ConfigError if a setting breaks the token-by-token comparison of teacher and policy."""
         for name, needed in _WITH_TEACHER.items():
             value = getattr(self, name)
             if value != needed:
@@ -218,7 +218,7 @@ class RlSettings:
                 )
 
     def _weights(self) -> Tuple[float, ...]:
-        """Returns the weights, one for each function."""
+        """Returns the weights, one per function."""
         count = len(self.reward_funcs)
         if self.reward_weights is None:
             return (1.0,) * count
@@ -233,23 +233,23 @@ class RlSettings:
 
     @property
     def rows(self) -> int:
-        """Answers of a step: those to all of its prompts, with the answers to one prompt side by side."""
+        """Number of answers of a step, to all of its prompts."""
         return self.prompts_per_step * self.num_generations
 
     @property
     def best_metric(self) -> str:
-        """The metric that says best how well the policy does: of rewards where there are any, held out if it can be."""
+        """The metric that best shows the policy's quality: of rewards if there are any, held out if possible."""
         metric = "reward" if self.reward_funcs else ("teacher/kl" if self.gkd is None else "teacher/divergence")
         return f"held_out_{metric}" if self.held_out_prompts else metric
 
     @property
     def teacher_adapter(self) -> Optional[str]:
-        """The path of the adapter that is the teacher, if it is one."""
+        """The path of the teacher, if it is an adapter."""
         return self.teacher if isinstance(self.teacher, str) and self.teacher != BASE else None
 
     @property
     def reward_names(self) -> Tuple[str, ...]:
-        """What each function is called in metrics; where several have a name, they are numbered from the second on."""
+        """Each function's name in metrics; functions with the same name are numbered from the second on."""
         found: Counter = Counter()
         names = []
         for function in self.reward_funcs:
@@ -298,8 +298,8 @@ def _tools(value: Any) -> Tuple[PythonFunction, ...]:
 def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     """Returns the settings of a YAML's section ``rl``, a node with the fields of RlSettings.
 
-    Raises ConfigError if it is not a node, a key is missing, unknown, belongs to the other algorithm or is about
-    rewards where there are none, or a value is out of range.
+    Raises ConfigError if it is not a node, a key is missing, unknown, of the other algorithm or about absent rewards,
+    or a value is out of range.
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"rl is {node!r}, but it must be a node, such as {{reward_funcs: rewards.py:helpful}}.")
@@ -331,7 +331,7 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
 
 
 def _with_gkd(node: Mapping[str, Any]) -> RlSettings:
-    """Returns the settings of a section ``rl`` with gkd, where a prompt has one row if nothing else is said."""
+    """Returns the settings of a section ``rl`` with gkd, in which a prompt has one row by default."""
     for key in node:
         if key in _NOT_OF_GKD:
             hint = "Write gkd: {beta: ...}." if key == "beta" else "Remove one of both."

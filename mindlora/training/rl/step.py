@@ -1,4 +1,4 @@
-"""The train step of a run that learns from rewards: it answers prompts, rates the answers, and learns from them."""
+"""The train step of a run that learns from rewards: answers prompts, rates the answers, and learns from them."""
 
 from typing import Any, Mapping, Tuple
 
@@ -18,28 +18,28 @@ from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class RlTrainOneStepCell(LoraTrainOneStepCell):
-    """LoraTrainOneStepCell for a run with ``rl``, which mindlora-run puts in its place.
+    """LoraTrainOneStepCell for a run with ``rl``; mindlora-run sets it in place of that cell.
 
-    A call samples the answers to the prompts of a step, has them rated, adds up the gradient of the policy's loss over
-    batches of rows (Policies), and takes the optimizer's step as LoraTrainOneStepCell does: clipping, limits, learning
-    rate and record are its.
+    A call samples and rates the answers to a step's prompts, adds up the gradient of the policy's loss over batches of
+    rows (Policies), and takes the optimizer's step as LoraTrainOneStepCell does, with its clipping, limits, learning
+    rate and record.
 
     Args:
         rl (dict): The fields of RlSettings.
-        sampler (dict): As for Policies, and ``seed``, the run's.
+        sampler (dict): As for Policies, with ``seed``, the run's seed.
         **kwargs: As for LoraTrainOneStepCell.
 
     Inputs:
         - **step** (Tensor) - int32 [1, 1]: the number of the step, from 0.
 
     Attributes:
-        policies (Policies): The policy, which is number 0 of one.
+        policies (Policies): The single policy, number 0.
 
     Raises:
-        ConfigError: An argument is out of range, or cannot hold in the parallel mode.
+        ConfigError: An argument is out of range, or not supported in the parallel mode.
     """
 
-    # Which of the policies callbacks are told of.
+    # The number of the policy that callbacks see.
     number = 0
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, rl: Mapping, sampler: Mapping, **kwargs: Any):
@@ -50,7 +50,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         self.counts_tokens = False
 
     def _gradients(self, network, micro_batches, counts):
-        """Returns what gives the gradients to the train step: other graphs have added them up."""
+        """Returns the cell that passes the train step the gradients, which other graphs have added up."""
         self.graphs = self.policies.train(network, self.weights, [base_of(network)])
         return GivenGradients(self.graphs.gradients)
 
@@ -58,11 +58,11 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
         return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
 
     def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
-        # The loss is one mean already; where no token counts, there is none, and the step is skipped.
+        # The loss is a mean already; if no token counts, there is none, and the step is skipped.
         return super().__call__(Tensor(losses[0], mstype.float32), Tensor(float(tokens[0] > 0), mstype.float32))
 
     def last_record(self) -> StepRecord:
-        """Returns what the last step measured."""
+        """Returns the measurements of the last step."""
         policy = self.policies[0]
         record = super().last_record()
         return record._replace(tokens=policy.tokens, measures=policy.measures, loss_falls=False)

@@ -1,13 +1,13 @@
-"""rl.structured_outputs in a YAML: what it may say."""
+"""Checks of rl.structured_outputs in a YAML."""
 
 from typing import Any, Mapping, Sequence
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.text import suggestion
 
-# vLLM's names, each of which alone says what an answer must be.
+# vLLM's keys; exactly one of them defines the constraint.
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
-# The key of the run's node that names a column of the prompts' rows with such a node for each.
+# The key that names a column of the prompts' rows, each with such a node.
 COLUMN = "column"
 ADVICE = (
     "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
@@ -15,7 +15,7 @@ ADVICE = (
 
 
 def check_structured_outputs(node: Any) -> None:
-    """Raises ConfigError if rl.structured_outputs is not a node with one key that says what answers must be."""
+    """Raises ConfigError unless rl.structured_outputs is a node with one key that constrains answers."""
     problem = problem_of(node, (*KINDS, COLUMN))
     if problem:
         raise ConfigError(f"rl.structured_outputs {problem}. {ADVICE}, or {{column: NAME}}.")
@@ -24,7 +24,7 @@ def check_structured_outputs(node: Any) -> None:
 
 
 def problem_of(node: Any, kinds: Sequence[str]) -> str:
-    """Returns what is wrong with a node that is to have one of these keys, or ""."""
+    """Returns the fault of a node that must have one of these keys, or ""."""
     if not isinstance(node, Mapping):
         return f"is {node!r}"
     unknown = next((key for key in node if key not in kinds), None)

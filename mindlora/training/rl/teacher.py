@@ -1,4 +1,4 @@
-"""What rl.teacher may name, and the log-probabilities that a teacher behind a server gives to the student's tokens."""
+"""Teachers that rl.teacher may name, and a served teacher's log-probabilities of the student's tokens."""
 
 import concurrent.futures
 import time
@@ -12,12 +12,12 @@ from mindlora.core.fields import POSITIVE, check_number
 from mindlora.core.text import shown, suggestion
 from mindlora.training.rl.asking import ask, path_of
 
-# The model without the adapter that trains.
+# The model without the trained adapter.
 BASE = "base"
-# So many requests are under way at once.
+# Number of concurrent requests.
 _TOGETHER = 8
 _LIMIT = "rl.teacher.timeout"
-# Two tokenizers that agree on these letters, digits, marks and spaces are hardly two.
+# Tokenizers that agree on these letters, digits, marks and spaces are almost certainly the same.
 _PROBE = 'The 31 quick foxes jumped: "déjà vu", 9.5 %\n\tif x != y_2:  你好'
 
 
@@ -25,12 +25,12 @@ _PROBE = 'The 31 quick foxes jumped: "déjà vu", 9.5 %\n\tif x != y_2:  你好'
 class ServedTeacher:
     """A model behind an OpenAI-compatible server that scores prompts of token ids: vLLM, or ``mindlora serve``.
 
-    It is asked by /v1/completions with echo and logprobs, for no new token.
+    It is queried by /v1/completions with echo and logprobs, without new tokens.
 
     Args:
-        url (str): Where the server is, such as http://localhost:8000.
-        model (str): The name of the teacher there.
-        timeout (float): Seconds that the answers of a step may take it. Default: 300.
+        url (str): The server's address, such as http://localhost:8000.
+        model (str): The teacher's name there.
+        timeout (float): Seconds that it may take for a step's answers. Default: 300.
 
     Raises:
         ConfigError: A value is wrong.
@@ -51,11 +51,11 @@ class ServedTeacher:
         check_number(self.timeout, "rl.teacher: timeout", POSITIVE)
 
     def check_tokenizer(self, encode: Callable[[str], List[int]]) -> bool:
-        """Compares how teacher and student take a text apart, by /tokenize; returns whether the server has that.
+        """Compares the tokenizations of teacher and student by /tokenize; returns whether the server supports it.
 
-        ``encode`` is the student's: it gives the ids of a text, without special tokens.
+        ``encode`` is the student's: it returns the ids of a text, without special tokens.
 
-        Raises TeacherError if they differ, or the server does not answer.
+        Raises TeacherError if the tokenizations differ, or the server does not answer.
         """
         body = {"model": self.model, "prompt": _PROBE, "add_special_tokens": False}
         path = path_of(self.url, "tokenize")
@@ -72,25 +72,25 @@ class ServedTeacher:
         return True
 
     def scores(self, rows: Sequence[Sequence[int]], begins: Sequence[int]) -> List[np.ndarray]:
-        """Returns the log-probabilities of the tokens of each row from a token on, under the teacher.
+        """Returns the teacher's log-probabilities of each row's tokens from ``begins`` on.
 
         Args:
-            rows (list of list of int): Token ids, at least one of each.
-            begins (list of int): Index of the first token of each row that is scored, at least 1.
+            rows (list of list of int): Token ids, at least one in each row.
+            begins (list of int): Index of the first scored token of each row, at least 1.
 
         Returns:
             list of array, float64 [len(row) - begin] each, in nats.
 
         Raises:
-            TeacherError: The server does not answer, refuses, has not finished after ``timeout`` seconds, or its answer
-                does not have a log-probability for each token.
+            TeacherError: The server does not answer, refuses, does not finish within ``timeout`` seconds, or its answer
+                lacks a log-probability for a token.
         """
         end = time.monotonic() + self.timeout
         pool = concurrent.futures.ThreadPoolExecutor(_TOGETHER)
         try:
             return list(pool.map(lambda row, begin: self._scored(list(row), begin, end), rows, begins))
         finally:
-            # After an error, rows that wait are not asked any more.
+            # After an error, waiting rows are not sent any more.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _scored(self, row: List[int], begin: int, end: float) -> np.ndarray:
@@ -116,9 +116,9 @@ def _error(message: str) -> TeacherError:
 
 
 def teacher_of(value: Any) -> Union[str, ServedTeacher]:
-    """Returns what rl.teacher names: BASE, the path of an adapter, or a ServedTeacher.
+    """Returns the teacher that rl.teacher names: BASE, the path of an adapter, or a ServedTeacher.
 
-    Raises ConfigError if it is none of these, or a key of the node is missing, unknown or wrong.
+    Raises ConfigError if the value is none of these, or a key of the node is missing, unknown or wrong.
     """
     advice = "Write base, the path of an adapter, or a node {url: http://localhost:8000, model: NAME}."
     if isinstance(value, str) and value:

@@ -1,4 +1,4 @@
-"""Tools that answers call: what prompts show of them, the calls in a turn, and how their results go on with it."""
+"""Tools that answers call: their display in prompts, the calls in a turn, and the continuation with the results."""
 
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -10,17 +10,17 @@ from mindlora.serving.tools import CallArguments, CallBegin, CallReader, format_
 from mindlora.training.rl.rewards import Rewards
 from mindlora.training.rl.settings import RlSettings
 
-# Calls a tool by its number with arguments as JSON; returns what it says, and whether it failed.
+# Calls a tool by its number with arguments as JSON; returns its result, and whether it failed.
 Call = Callable[[int, str], Tuple[str, bool]]
 
 
 class Turn(NamedTuple):
-    """What an answer says in one turn.
+    """One turn of an answer.
 
     Attributes:
-        text (str): What is not a call.
+        text (str): The text outside calls.
         calls (list of (str, str)): Name and arguments, as JSON, of each call.
-        complete (bool): Whether there are calls, all of them to their ends.
+        complete (bool): Whether there are calls, all of them complete.
     """
 
     text: str
@@ -33,12 +33,12 @@ class Tools:
 
     Args:
         tokenizer: As load_tokenizer returns it.
-        shown (list of dict): The tools as OpenAI has them, {"type": "function", "function": {"name", ...}}.
-        call (callable): Calls one of them.
+        shown (list of dict): The tools in OpenAI's form, {"type": "function", "function": {"name", ...}}.
+        call (callable): Calls one of the tools.
         variables (mapping): Further variables of the chat template. Default: None.
 
     Raises:
-        ConfigError: The chat template shows no tools, or two tools have one name.
+        ConfigError: The chat template shows no tools, or two tools have the same name.
         TokenizerError: The tokenizer has no chat template.
     """
 
@@ -61,7 +61,7 @@ class Tools:
         self._form = form
 
     def constraint(self, answer: Optional[Constraint]) -> Constraint:
-        """Returns what a turn must be: text, or what ``answer`` says, and calls with arguments of their schemas."""
+        """Returns the constraint on a turn: text, or ``answer``, and calls with arguments that match their schemas."""
         arguments = {
             tool["function"]["name"]: Constraint(
                 "json", tool["function"]["parameters"], f"rl.tools: {tool['function']['name']}", strict=False
@@ -72,7 +72,7 @@ class Tools:
         return tool_constraint(self._form, arguments, False, True, own_tokens, answer)
 
     def read(self, text: str) -> Turn:
-        """Returns what a turn says, by its whole text."""
+        """Parses a turn from its complete text."""
         reader = CallReader(self._form, self._names)
         said, calls = "", []
         for part in reader.read(text, True):
@@ -85,7 +85,7 @@ class Tools:
         return Turn(said, calls, reader.complete)
 
     def results(self, turn: Turn) -> Tuple[List[Dict[str, Any]], int]:
-        """Calls what a turn calls; returns the messages with the results, and how many calls failed."""
+        """Executes the calls of a turn; returns the messages with the results, and the number of failed calls."""
         messages, failures = [], 0
         for name, arguments in turn.calls:
             content, failed = self._call(self._names.index(name), arguments)
@@ -94,10 +94,10 @@ class Tools:
         return messages, failures
 
     def continuation(self, turn_tokens: Sequence[int], results: Sequence[Mapping[str, Any]]) -> List[int]:
-        """Returns the tokens between a turn with calls, as it was sampled, and the assistant's next one.
+        """Returns the tokens between a sampled turn with calls and the assistant's next turn.
 
-        They are what the chat template writes there: the end of the turn where the last token is another one, the
-        results, and what begins a turn.
+        They are those that the chat template writes there: the end of the turn, if the last token is another one, the
+        results, and the beginning of a turn.
         """
         end, behind = self.prompt.behind_calls(results, self.shown)
         end_tokens = encode(self._tokenizer, end)
@@ -106,7 +106,7 @@ class Tools:
 
 
 def tools_of(rewards: Rewards, tokenizer: Any, settings: RlSettings) -> Optional[Tools]:
-    """Returns the tools that a run's process has loaded; None if there are none."""
+    """Returns the tools loaded by a run's reward process; None if there are none."""
     if not rewards.tools:
         return None
     return Tools(tokenizer, rewards.tools, rewards.call, settings.chat_template_kwargs)

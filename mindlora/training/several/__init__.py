@@ -1,1 +1,1 @@
-"""Several adapters that train side by side over one base, each as a run of its own."""
+"""Several adapters that train side by side on one base, each like a separate run."""

@@ -1,4 +1,4 @@
-"""The training data of several adapters of which some have data of their own: each batch has rows for every adapter."""
+"""Training data for several adapters, some with their own data: each batch has rows for every adapter."""
 
 import atexit
 import copy
@@ -13,20 +13,20 @@ from mindspore.dataset import Dataset
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 
-# More than any run has: MindSpore starts inside the data only if the number is known.
+# More than any run has: MindSpore can start within the data only if its size is known.
 _EPOCHS = 2**24
 
 
 @MindFormerRegister.register(MindFormerModuleType.DATASET, legacy=True)
 class DataOfAdapters:
-    """A dataset of [rows, K, N] for K adapters, the k-th of which gets the batches that it would get alone.
+    """A dataset of [rows, K, N] for K adapters, each of which gets the batches of a run with it alone.
 
-    An epoch is that of the longest data. Shorter data begins its next epoch meanwhile, as in a run alone.
+    An epoch is an epoch of the longest data. Shorter data begins its next epoch meanwhile, as in a run alone.
 
     Args:
         dataset_config (MindFormerConfig): As for ``task``.
-        task (str): What MindFormers builds the dataset of one adapter with.
-        data (sequence of str or None): For each adapter the MindRecord of its own; None for that of dataset_config.
+        task (str): The task with which MindFormers builds the dataset of one adapter.
+        data (sequence of str or None): Each adapter's own MindRecord; None for dataset_config's.
         first_step (int): The step of the run after which the data starts. Default: 0.
     """
 
@@ -40,7 +40,7 @@ class DataOfAdapters:
                 name_data(own, path)
             datasets.append(build_dataset({"type": task, "dataset_config": own}))
             datasets[-1].set_init_step(first_step)
-        # In this process, as what reads the rows must go on where it was in each epoch.
+        # In this process, because the reader of the rows must continue where it was in each epoch.
         batches = Batches(datasets, first_step)
         columns = list(dataset_config.input_columns)
         return ms.dataset.GeneratorDataset(
@@ -49,10 +49,10 @@ class DataOfAdapters:
 
 
 class Batches:
-    """The batches of an epoch of several datasets, by number, from first to last; MindSpore asks for them in order.
+    """The batches of an epoch of several datasets, by number, from first to last; MindSpore requests them in order.
 
     Attributes:
-        datasets (list of Dataset): Of batches [rows, N], one for each adapter.
+        datasets (list of Dataset): Datasets of batches [rows, N], one for each adapter.
     """
 
     def __init__(self, datasets: List[Dataset], first_step: int):
@@ -62,7 +62,7 @@ class Batches:
         self._last: Tuple[np.ndarray, ...] = ()
         self._is_closed = False
         self._reading = threading.Lock()
-        # As the process ends, MindSpore releases the datasets while a thread of its own still reads ahead from them.
+        # When the process ends, MindSpore releases the datasets while one of its threads still reads ahead from them.
         atexit.register(self.close)
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Batches:
     def __getitem__(self, number: int) -> Tuple[np.ndarray, ...]:
         with self._reading:
             is_next = self._step % len(self) == number or not self._last
-            # Else a resumed run passes over the batches that it has seen.
+            # Otherwise, a resumed run skips the batches that it has seen.
             if is_next and not self._is_closed:
                 columns = zip(*(next(iterator) for iterator in self._iterators))
                 self._last = tuple(np.stack(column, 1) for column in columns)
@@ -79,7 +79,7 @@ class Batches:
             return self._last
 
     def close(self) -> None:
-        """Reads no more from the datasets: returns the last batch from now on."""
+        """Stops reading from the datasets: the last batch is returned from now on."""
         with self._reading:
             self._is_closed = True
 
@@ -92,7 +92,7 @@ def without_end(dataset: Dataset) -> Iterator[Tuple[np.ndarray, ...]]:
 
 
 def datasets_of(train_dataset: Dataset, count: int) -> List[Dataset]:
-    """Returns for each adapter the dataset of a run with it alone."""
+    """Returns the dataset of each adapter's run alone."""
     batches = getattr(train_dataset, "source", None)
     return batches.datasets if isinstance(batches, Batches) else [train_dataset] * count
 
@@ -104,7 +104,7 @@ def name_data(dataset_config: MindFormerConfig, path: str) -> None:
 
 
 def steps_in_epoch(dataset_config: MindFormerConfig, path: str, batch_size: int) -> int:
-    """Returns how many whole batches a MindRecord, or a folder of them, has."""
+    """Returns the number of complete batches in a MindRecord, or a folder of them."""
     samples = dataset_config["data_loader"].get("num_samples")
     rows = ms.dataset.MindDataset(mindrecord_files(path), num_samples=samples).get_dataset_size()
     return rows // batch_size

@@ -1,4 +1,4 @@
-"""EachAdapter: in a run with several adapters, the callbacks of each of them, which see it as a run of its own."""
+"""EachAdapter: calls each adapter's own callbacks, which see a run with only this adapter."""
 
 import dataclasses
 import importlib.util
@@ -31,14 +31,14 @@ from mindlora.training.several.stack import AdapterStack
 from mindlora.training.several.step_of_adapter import HeldOutOfAdapters, StepOfAdapter
 from mindlora.training.several.train_step import UpdatesOfAdapters
 
-# What the output folder of the run has besides a folder for each adapter.
+# Files in the run's output folder, in addition to a folder for each adapter.
 COMPARISON, PAGE = "comparison.json", "comparison.html"
-# What callbacks are told of an adapter alone, besides what parameters_of returns.
+# Parameters of callbacks that are specific to an adapter, in addition to those of parameters_of.
 _OF_ITS_OWN = ("train_network", "list_callback", "net_outputs", "eval_results", "training_events")
 
 
 class BestRows(Callback):
-    """Saves the rows of an adapter's best held-out loss, by which the adapters are compared, with its state."""
+    """Saves the rows of an adapter's best held-out loss with its state; the adapters are compared by these rows."""
 
     def __init__(self, held_out: HeldOutOfAdapters, number: int):
         super().__init__()
@@ -46,7 +46,7 @@ class BestRows(Callback):
         self.number = number
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return self.held_out.state_of(self.number)
 
     def restore_training_state(self, state: Dict[str, Any]) -> None:
@@ -55,12 +55,12 @@ class BestRows(Callback):
 
 
 class AdapterRun:
-    """One adapter's part of a run: its callbacks, and what they are given.
+    """One adapter's part of a run: its callbacks and their parameters.
 
     Attributes:
-        name (str): What the adapter's folder is called.
-        settings (dict): What the adapter has of its own.
-        ended (dict or None): Where it learns no more: the "step" and the "reason", "" for the end of the run.
+        name (str): The name of the adapter's folder.
+        settings (dict): The adapter's own settings.
+        ended (dict or None): Where it stopped learning: the "step" and the "reason", "" for the end of the run.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdapterRun:
         self.context = RunContext(self.params)
 
     def follow(self, shared: InternalCallbackParam) -> None:
-        """Copies what is the same for all adapters: step, epoch and so on."""
+        """Copies the parameters that all adapters share: step, epoch and so on."""
         self.params.update({key: value for key, value in shared.items() if key not in self.own_keys})
 
     def call(self, event: str) -> None:
@@ -100,7 +100,7 @@ class AdapterRun:
             getattr(callback, event)(self.context)
 
     def end_step(self) -> None:
-        """Tells the callbacks what the last step has done to the adapter; ends its run if one of them asks for it."""
+        """Calls the callbacks after a step of the adapter; ends its run if one of them requests it."""
         record = self.step.last_record()
         self.params["net_outputs"] = (record.loss, record.skipped, self.step.scale_sense, record.learning_rate, None)
         self.call("on_train_step_end")
@@ -108,8 +108,8 @@ class AdapterRun:
             self.end()
 
     def end(self) -> None:
-        """Ends the adapter's run: it is saved as it is, and learns no more."""
-        # As MindSpore does at the end of training.
+        """Ends the adapter's run: saves it in its current state, and stops its learning."""
+        # MindSpore does this at the end of training.
         self.params.pop("eval_results", None)
         self.call("on_train_end")
         self.step.stop()
@@ -122,7 +122,7 @@ class AdapterRun:
         self.ended = {"step": self.params.cur_step_num, "reason": " ".join(reasons)}
 
     def stay(self, folder: str, ended: Mapping[str, Any]) -> None:
-        """Makes the adapter what it was when it ended, before the run was resumed."""
+        """Restores the adapter to its state at its end, before the run was resumed."""
         training_state.restore_state(folder, self.params)
         self.step.stop()
         self.ended = dict(ended)
@@ -130,16 +130,16 @@ class AdapterRun:
 
 @register
 class EachAdapter(Callback):
-    """Calls the callbacks of each adapter, in a run with several, as a run with that adapter alone would.
+    """Calls each adapter's callbacks in a run with several, as a run with only this adapter would.
 
-    Where one of them stops its run, the adapter is saved and learns no more, and the others go on; with the last one
-    the run ends. adapters.json says which have been stopped. A resumed run continues exactly as if it had never
+    If a callback stops an adapter's run, the adapter is saved and stops learning, and the others continue; the run ends
+    with the last one. adapters.json lists the stopped adapters. A resumed run continues exactly as if it had never
     stopped, as with LoraCheckpoint. mindlora-run adds this callback to a run with pet_config.adapters.
 
     Args:
-        runs (list of dict): For each adapter its "name", the "settings" that it has of its own, the "configuration" of
-            a run with it alone, and, if it stays as it was saved, where it "ended" and the "folder".
-        directory (str): Where adapters.json is.
+        runs (list of dict): Each adapter's "name", its own "settings", the "configuration" of a run with it alone, and,
+            if it stays as it was saved, where it "ended" and the "folder".
+        directory (str): The folder of adapters.json.
     """
 
     def __init__(self, runs: List[Dict[str, Any]], directory: str):
@@ -149,13 +149,13 @@ class EachAdapter(Callback):
         self.directory = os.path.abspath(get_output_root_path())
         self.runs: List[AdapterRun] = []
         self.held_out: Optional[HeldOutOfAdapters] = None
-        # The path of the held-out prompts, where the adapters learn from rewards.
+        # The path of the held-out prompts, if the adapters learn from rewards.
         self.rated: Optional[str] = None
-        # The names of the adapters that have ended before the run.
+        # Names of adapters that ended before the run.
         self.left: Set[str] = set()
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Gives the adapters their initial values, or those that a resumed run goes on with."""
+        """Sets the adapters' initial values, or a resumed run's values."""
         params = run_context.original_args()
         stack = innermost(params.train_network, lambda cell: hasattr(cell, "stack")).stack
         steps, cell = self.steps_and_loss(params.train_network)
@@ -174,25 +174,25 @@ class EachAdapter(Callback):
                 at, reason = run.ended["step"], run.ended["reason"]
                 logger.info("The adapter %s stays as it was at step %d. %s", run.name, at, reason)
                 self.left.add(run.name)
-        # All that learn begin at one step.
+        # All learning adapters begin at the same step.
         params.cur_step_num = next(run.params.cur_step_num for run in self.runs if run.ended is None)
         self.tell_how_to_go_on(params)
         self._write_record()
 
-    # What another Trainer does in another way.
+    # Methods that differ under another Trainer.
 
     def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, HeldOutLossCell]:
-        """Returns what takes the steps of all adapters, and what computes the held-out loss of each row."""
+        """Returns the object that takes all adapters' steps, and the one that computes each row's held-out loss."""
         step = train_step_of(train_network)
         model = base_of(step.network)
         return step, HeldOutLossCell(model, ignore_token_id(model.config), by_row=True)
 
     def set_initial_values(self, stack: AdapterStack) -> None:
-        """Gives the adapters their initial values."""
+        """Sets the adapters' initial values."""
         stack.set_initial_values()
 
     def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
-        """Returns what the callbacks of an adapter are given besides what is the same for all."""
+        """Returns the parameters of an adapter's callbacks that are not shared by all adapters."""
         dataset = datasets_of(params.train_dataset, len(self.nodes))[number]
         return {
             "train_dataset": dataset,
@@ -201,16 +201,16 @@ class EachAdapter(Callback):
         }
 
     def begin(self, run: AdapterRun, node: Mapping[str, Any]) -> None:
-        """Begins the run of an adapter, or lets it stay where it had ended."""
+        """Begins an adapter's run, or leaves the adapter where it had ended."""
         if node.get("ended"):
             run.stay(node["folder"], node["ended"])
         else:
             run.call("on_train_begin")
 
     def tell_how_to_go_on(self, params: InternalCallbackParam) -> None:
-        """Keeps what is said where the run is stopped."""
+        """Keeps the message for a stopped run."""
         params["how_to_go_on"] = (
-            f"All adapters are saved in {self.saved_in}. To go on, repeat the command with --resume, or set "
+            f"All adapters are saved in {self.saved_in}. To resume, repeat the command with --resume, or set "
             "resume: True in LoraCheckpoint."
         )
         if not any(isinstance(callback, LoraCheckpoint) for run in self.runs for callback in run.callbacks):
@@ -219,36 +219,36 @@ class EachAdapter(Callback):
     # The events of a run.
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Tells the callbacks of each adapter that learns."""
+        """Calls the callbacks of each learning adapter."""
         params = run_context.original_args()
-        # MindSpore counts epochs from 1 even in a resumed run.
+        # MindSpore counts epochs from 1, even in a resumed run.
         params.cur_epoch_num = params.cur_step_num // params.batch_num + 1
         self._call("on_train_epoch_begin", run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Tells the callbacks of each adapter that learns."""
+        """Calls the callbacks of each learning adapter."""
         self._call("on_train_epoch_end", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Tells the callbacks of each adapter that learns."""
+        """Calls the callbacks of each learning adapter."""
         self.held_out.begin(run_context.original_args().cur_step_num)
         self._call("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Tells the callbacks of each adapter what it has done, and ends the run with that of the last adapter."""
+        """Calls each adapter's callbacks after its step, and ends the run when the last adapter's run ends."""
         params = run_context.original_args()
         for run in self._learning(params):
             run.end_step()
             if run.ended is not None and params.cur_step_num < training_state.total_steps(params):
                 reason = run.ended["reason"] or "Its run has ended."
-                logger.warning("step %d: the adapter %s learns no more. %s", params.cur_step_num, run.name, reason)
+                logger.warning("step %d: the adapter %s stops learning. %s", params.cur_step_num, run.name, reason)
                 self.left.add(run.name)
                 self._write_record()
         if not self._learning(params):
             run_context.request_stop()
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """Ends the runs of the adapters that are still learning, and compares all of them."""
+        """Ends the runs of adapters that are still learning, and compares all adapters."""
         for run in self._learning(run_context.original_args()):
             run.end()
         comparisons = list(self._comparisons())
@@ -273,7 +273,7 @@ class EachAdapter(Callback):
         self.held_out.keep(number, self.rated, -rewards, np.ones(len(rewards)))
 
     def _comparisons(self):
-        """Yields a Comparison of the adapters for each data that their held-out loss, or reward, was measured on."""
+        """Yields a Comparison of the adapters for each dataset of their held-out losses or rewards."""
         for path, best in self.held_out.best.items():
             names = {number: self.runs[number].name for number in best}
             losses = {names[number]: rows for number, (rows, _, _) in best.items()}
@@ -284,7 +284,7 @@ class EachAdapter(Callback):
                 yield comparison
 
     def _write_page(self, comparisons):
-        """Writes the page on which all adapters are side by side."""
+        """Writes the page that shows all adapters side by side."""
         folders = [callback.directory for run in self.runs for callback in run.callbacks if type(callback) is RunReport]
         if importlib.util.find_spec("jinja2") is None or not folders:
             return
@@ -292,13 +292,13 @@ class EachAdapter(Callback):
         try:
             write_report(folders, page, comparisons)
         except (LoraError, OSError) as error:
-            # A run of days must not end because of its report.
+            # A run that takes days must not fail because of its report.
             logger.warning("The page could not be written (%s); make it with mindlora report.", error)
         else:
             logger.info("All adapters are on one page: %s.", page)
 
     def _learning(self, params):
-        """Returns the runs of the adapters that learn, which have been told the step."""
+        """Returns the runs of the learning adapters, after copying the step's parameters to them."""
         learning = [run for run in self.runs if run.ended is None]
         for run in learning:
             run.follow(params)

@@ -1,4 +1,4 @@
-"""What the YAML of a run with several adapters becomes: the parts that they share, and a YAML for each."""
+"""Prepares the YAML of a run with several adapters: the shared parts, and a YAML for each adapter."""
 
 import copy
 import os
@@ -21,18 +21,19 @@ from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, rl_of, t
 from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
 from mindlora.training.step.packing import boundary_of
 
-# AdapterRates: the schedules of several adapters' learning rates, as one schedule of MindFormers.
+# AdapterRates: the learning-rate schedules of several adapters, as one MindFormers schedule.
 
 
 @MindFormerRegister.register(MindFormerModuleType.LR, legacy=True)
 class AdapterRates(LearningRateSchedule):
-    """One schedule of MindFormers or MindSpore for each of K adapters, which differ in their learning_rate.
+    """A MindFormers or MindSpore schedule for each of K adapters, which differ in their learning_rate.
 
     Args:
         schedule (str): The schedules' type, as in lr_schedule.
-        learning_rates (sequence of float): The learning_rate of each; its type is that of lr_schedule.learning_rate.
-        learning_rate (float): That of lr_schedule, which no adapter need have.
-        own_total_steps (sequence of int, optional): total_steps of each, where they differ. Default: None, they do not.
+        learning_rates (sequence of float): Each adapter's learning_rate, of the type of lr_schedule.learning_rate.
+        learning_rate (float): The learning_rate of lr_schedule, which need not be any adapter's.
+        own_total_steps (sequence of int, optional): Each adapter's total_steps, if they differ. Default: None, they do
+            not.
         **keys: The schedules' other keys.
 
     Inputs:
@@ -72,7 +73,7 @@ MindFormerRegister.register_cls(StackedAdamW, MindFormerModuleType.OPTIMIZER, le
 def prepare_adapters(config: MindFormerConfig) -> None:
     """Turns a YAML with pet_config.adapters into one that MindFormers builds the shared run from, in place.
 
-    The YAML must have no mistakes, and its callbacks be in order.
+    The YAML must have passed the checks, and its callbacks must be sorted.
     """
     pet_config = config.model.model_config.pet_config
     if not (pet_config or {}).get("adapters"):
@@ -97,7 +98,7 @@ def prepare_adapters(config: MindFormerConfig) -> None:
 
 
 def _prepare_step(wrapper, runs):
-    """Puts the train step of all adapters in the place of that of one."""
+    """Replaces the train step of one adapter with the step of all adapters."""
     if wrapper.type == RlTrainOneStepCell.__name__:
         nodes = [run["configuration"]["runner_wrapper"]["rl"] for run in runs]
         wrapper.adapters = [{"name": run["name"], "rl": node} for run, node in zip(runs, nodes)]
@@ -107,12 +108,12 @@ def _prepare_step(wrapper, runs):
 
 
 def _prepare_data(config, adapters):
-    """Makes the run read the data of all adapters, if some have their own; each trains as long as it would alone."""
+    """Makes the run read all adapters' data, if some have their own; each trains as long as it would alone."""
     data = [adapter.data for adapter in adapters]
     if not any(data):
         return
     shared = YamlRun(config).train_data
-    # All rows go through one network, which keeps the examples of a row apart or does not.
+    # All rows go through one network, which either keeps a row's examples apart or does not.
     boundary_of([file for path in data for file in mindrecord_files(path or shared)])
     config.train_dataset_task.task = config.train_dataset_task.type
     config.train_dataset_task.type = DataOfAdapters.__name__
@@ -124,7 +125,7 @@ def _prepare_data(config, adapters):
 
 
 def alone(configuration: Dict[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
-    """Returns the YAML of a run with this adapter alone, which writes to a folder of the adapter's name."""
+    """Returns the YAML of a run with only this adapter, which writes to a folder of the adapter's name."""
     configuration = copy.deepcopy(configuration)
     pet_config = configuration["model"]["model_config"]["pet_config"]
     del pet_config["adapters"]

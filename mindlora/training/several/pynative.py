@@ -1,4 +1,4 @@
-"""Several adapters under MindFormers' PyNative Trainer: on its model, in its optimizer, its data and its step."""
+"""Several adapters under MindFormers' PyNative Trainer: in its model, optimizer, data and step."""
 
 import copy
 import functools
@@ -34,14 +34,14 @@ _UTILS = "mindformers.pynative.trainer.utils"
 
 
 class Several(NamedTuple):
-    """What a model with several adapters is trained by.
+    """The parts that train a model with several adapters.
 
     Attributes:
         stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
-        runs (list of dict): As for EachAdapter.
-        data (list of str or None): For each adapter the MindRecord of its own; None for that of train_dataset.
-        directory (str): Where adapters.json is.
-        schedule (dict): lr_scheduler of the YAML, with what MindFormers adds.
+        runs (list of dict): The adapters' runs, as for EachAdapter.
+        data (list of str or None): Each adapter's own MindRecord; None for train_dataset's.
+        directory (str): The folder of adapters.json.
+        schedule (dict): lr_scheduler of the YAML, with MindFormers' additions.
         max_norm (float): training.max_norm.
     """
 
@@ -54,14 +54,14 @@ class Several(NamedTuple):
 
 
 def several_of(model: nn.Cell) -> Optional[Several]:
-    """Returns what a model with several adapters is trained by, or None if it has one adapter."""
+    """Returns the parts that train a model with several adapters, or None if it has one adapter."""
     return getattr(model, _SEVERAL, None)
 
 
 def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
     """Puts the adapters of pet_config on a model that has no values yet, in place; returns the paths of their cells.
 
-    The callbacks of which each adapter has its own are taken out of ``settings``.
+    Callbacks of which each adapter has its own are removed from ``settings``.
 
     Args:
         model (nn.Cell): The model.
@@ -95,7 +95,7 @@ def put_adapters(model: nn.Cell, settings: Any, lora_config: Any) -> List[str]:
 
 
 def _check_balance(config: Any) -> None:
-    """Raises ConfigError if a model's routed experts are balanced, by tokens that MindFormers counts for all rows."""
+    """Raises ConfigError if a model balances its routed experts, for which MindFormers counts all rows' tokens."""
     is_biased = getattr(config, "moe_router_enable_expert_bias", False)
     settings = {
         "moe_aux_loss_coeff": getattr(config, "moe_aux_loss_coeff", None),
@@ -110,7 +110,7 @@ def _check_balance(config: Any) -> None:
 
 
 def _configuration(model: nn.Cell, lora_config: Any, alone: Mapping[str, Any]) -> PetLoraConfig:
-    """Returns the configuration of an adapter, from the YAML of a run with it alone."""
+    """Returns an adapter's configuration, from the YAML of a run with it alone."""
     own = copy.copy(lora_config)
     for name in ("lora_rank", "lora_alpha"):
         setattr(own, name, alone["lora_config"].get(name, getattr(own, name)))
@@ -121,9 +121,9 @@ def _configuration(model: nn.Cell, lora_config: Any, alone: Mapping[str, Any]) -
 
 
 class StackedPyNativeAdamW(UpdateOfEach, AdamW):
-    """MindFormers' AdamW on the parameters of several adapters, with the update of StackedAdamW.
+    """MindFormers' AdamW for the parameters of several adapters, with the update of StackedAdamW.
 
-    Parameters in 16 bits have float32 copies, as with MindFormers' AdamW, and so have the names of its moments.
+    16-bit parameters have float32 copies, and the moments have the same names, as in MindFormers' AdamW.
 
     Args:
         params (list): Groups of parameters [K, ...], as for MindFormers' AdamW.
@@ -147,7 +147,7 @@ class StackedPyNativeAdamW(UpdateOfEach, AdamW):
 
 
 def with_stacked_optimizer(build_optimizer: Callable) -> Callable:
-    """Returns MindFormers' function that builds the optimizer, which then moves several adapters if there are such."""
+    """Wraps MindFormers' function that builds the optimizer, so that it updates several adapters if there are any."""
 
     @functools.wraps(build_optimizer)
     def build(config: Any, model: Sequence[nn.Cell], learning_rate: LearningRateSchedule) -> nn.Optimizer:
@@ -158,7 +158,7 @@ def with_stacked_optimizer(build_optimizer: Callable) -> Callable:
         rates = [run["configuration"]["lr_scheduler"]["learning_rate"] for run in several.runs]
         schedule = AdapterRates(schedule=keys.pop("type"), learning_rates=rates, **keys)
         utils = importlib.import_module(_UTILS)
-        # A name that is replaced while the optimizer is built.
+        # The name is replaced while the optimizer is built.
         utils.AdamW = StackedPyNativeAdamW
         try:
             return build_optimizer(config, model, schedule)
@@ -172,7 +172,7 @@ def with_stacked_optimizer(build_optimizer: Callable) -> Callable:
 
 
 class _TokenLosses(AdapterLosses):
-    """AdapterLosses by the parts of a PyNative model's CrossEntropyLoss."""
+    """AdapterLosses from the parts of a PyNative model's CrossEntropyLoss."""
 
     def __init__(self, loss: CrossEntropyLoss, adapters: int):
         nn.Cell.__init__(self)
@@ -189,11 +189,11 @@ class _TokenLosses(AdapterLosses):
 
 
 class StackedStep(TrainStep):
-    """The model and the optimizer of a Trainer that trains several adapters.
+    """A TrainStep for the model and optimizer of a Trainer that trains several adapters.
 
     Args:
-        model (nn.Cell): The whole model, on which put_adapters has put them.
-        optimizer (StackedPyNativeAdamW): Of their parameters.
+        model (nn.Cell): The undivided model, with the adapters of put_adapters.
+        optimizer (StackedPyNativeAdamW): The optimizer of their parameters.
     """
 
     def __init__(self, model: nn.Cell, optimizer: StackedPyNativeAdamW):
@@ -209,7 +209,7 @@ class StackedStep(TrainStep):
         return self.stack.networks[0]
 
     def rows(self, inputs: Mapping[str, Any]) -> Dict[str, Any]:
-        """Returns a micro-batch as the loss takes it: the rows of all adapters, those of the first adapter first."""
+        """Returns a micro-batch in the loss's form: the rows of all adapters, the first adapter's first."""
         for name, column in inputs.items():
             if column.ndim not in (2, 3):
                 raise DataError(
@@ -221,11 +221,11 @@ class StackedStep(TrainStep):
         )
 
     def counted_tokens(self, inputs: Mapping[str, Any]) -> np.ndarray:
-        """Returns how many tokens of a micro-batch, as ``rows`` returns it, the loss of each adapter counts: [K]."""
+        """Returns the number of tokens of a micro-batch from ``rows`` that each adapter's loss counts: [K]."""
         return self.is_counted(inputs).reshape((self.stack.count, -1)).sum(-1)
 
     def loss(self, inputs: Mapping[str, Any], micro_batches: int, compute: Callable) -> Tensor:
-        """Returns the mean loss of the adapters that learn, of whose losses' sum the gradient is."""
+        """Returns the mean loss of the learning adapters; the gradient is that of their losses' sum."""
         rows = self.rows(inputs)
         tokens = self.counted_tokens(rows)
         self.tokens = self.tokens + tokens
@@ -234,13 +234,13 @@ class StackedStep(TrainStep):
         losses = totals / Tensor(np.maximum(expected, 1), ms.float32)
         self.losses.append(ops.stop_gradient(losses))
         learns = self.updates.stopped == 0
-        # Selected, not multiplied: the loss of an adapter that has been stopped may be NaN.
+        # Selected, not multiplied: a stopped adapter's loss may be NaN.
         losses = ops.select(learns, losses, ops.zeros_like(losses)) * micro_batches
         total = losses.sum()
         return total + ops.stop_gradient(total / max(int(learns.asnumpy().sum()), 1) - total)
 
     def before_update(self, parameters: Sequence[Parameter]) -> float:
-        """Takes the steps of the adapters, in place of the Trainer; returns the largest norm of their gradients."""
+        """Takes the adapters' steps in place of the Trainer; returns their largest gradient norm."""
         refuse_missing_gradients(parameters)
         with _no_grad():
             losses = functools.reduce(ops.add, self.losses)

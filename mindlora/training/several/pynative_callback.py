@@ -18,7 +18,7 @@ from mindlora.training.several.train_step import UpdatesOfAdapters
 
 
 def run_facts(configuration: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns what a report says of a run with this YAML."""
+    """Returns a report's facts about a run with this YAML."""
     dataloader = value_at(configuration, "train_dataset.dataloader") or {}
     facts = {
         "training data": dataloader.get("dataset_files") or dataloader.get("dataset_dir"),
@@ -37,28 +37,28 @@ class EachAdapter(each_adapter.EachAdapter):
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        # What the checkpoint says: name of an adapter -> what training_state returned of it.
+        # The states in the checkpoint: name of an adapter -> its training_state.
         self.states: Dict[str, Dict[str, Any]] = {}
 
     def steps_and_loss(self, train_network: nn.Cell) -> Tuple[UpdatesOfAdapters, LossOfRows]:
-        """Returns what takes the steps of all adapters, and what computes the held-out loss of each row."""
+        """Returns the object that takes all adapters' steps, and the one that computes each row's held-out loss."""
         model = evaluated_model(train_network)
         return train_step_of(train_network).updates, LossOfRows(model, model.config.ignore_token_id, by_row=True)
 
     def set_initial_values(self, stack: AdapterStack) -> None:
-        """Leaves the adapters their values: MindFormers has made or loaded them."""
+        """Leaves the adapters' values unchanged: MindFormers has made or loaded them."""
 
     def parameters_of(self, number: int, params: InternalCallbackParam) -> Dict[str, Any]:
-        """Returns what the callbacks of an adapter are given besides what is the same for all."""
+        """Returns the parameters of an adapter's callbacks that are not shared by all adapters."""
         return {"run_facts": run_facts(self.nodes[number]["configuration"])}
 
     def begin(self, run: each_adapter.AdapterRun, node: Mapping[str, Any]) -> None:
-        """Begins the run of an adapter, goes on with it, or lets it stay where it had ended."""
+        """Begins or continues an adapter's run, or leaves the adapter where it had ended."""
         state = self.states.get(run.name, {"callbacks": {}, "ended": None})
         anew = training_state.restore_callbacks(state["callbacks"], run.callbacks)
         if anew and self.states:
             found = f"The checkpoint holds nothing of {listed(anew)} of the adapter {run.name}: these begin anew."
-            report_event(run.params, "resume", f"{found} Resume with the callbacks of the run to go on exactly.")
+            report_event(run.params, "resume", f"{found} Resume with the callbacks of the run to continue exactly.")
         if state["ended"]:
             run.step.stop()
             run.ended = dict(state["ended"])
@@ -66,10 +66,10 @@ class EachAdapter(each_adapter.EachAdapter):
             run.call("on_train_begin")
 
     def tell_how_to_go_on(self, params: InternalCallbackParam) -> None:
-        """Leaves what is said as it is for one adapter."""
+        """Leaves the message the same as for one adapter."""
 
     def training_state(self) -> Dict[str, Any]:
-        """Returns what a resumed run needs, as JSON values."""
+        """Returns the state that a resumed run needs, as JSON values."""
         return {
             run.name: {
                 "settings": run.settings,
@@ -80,7 +80,7 @@ class EachAdapter(each_adapter.EachAdapter):
         }
 
     def restore_training_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``training_state`` returned; raises ConfigError if it is of other adapters."""
+        """Restores what ``training_state`` returned; raises ConfigError if it belongs to other adapters."""
         saved = [{"name": name, "settings": each["settings"]} for name, each in state.items()]
         check_same_adapters("The checkpoint", saved, self.nodes)
         self.states = dict(state)

@@ -1,4 +1,4 @@
-"""The training data of several adapters under the PyNative Trainer, of which some have data of their own."""
+"""Training data under the PyNative Trainer for several adapters, some with their own data."""
 
 import copy
 import functools
@@ -12,12 +12,12 @@ from mindlora.training.several.data import without_end
 
 
 class DataOfAdapters:
-    """Batches [rows, K, N] for K adapters, the k-th of which gets the batches that it would get alone.
+    """Batches [rows, K, N] for K adapters, each of which gets the batches of a run with it alone.
 
-    It has what the Trainer asks of a dataset. An epoch is that of the longest data.
+    It has the interface that the Trainer requires of a dataset. An epoch is an epoch of the longest data.
 
     Args:
-        datasets (list of Dataset): Of batches [rows, N], one for each adapter.
+        datasets (list of Dataset): Datasets of batches [rows, N], one for each adapter.
     """
 
     def __init__(self, datasets: List[Dataset]):
@@ -28,7 +28,7 @@ class DataOfAdapters:
         return max(dataset.get_dataset_size() for dataset in self.datasets)
 
     def set_init_step(self, step: int) -> None:
-        """Makes the batches begin after as many steps."""
+        """Makes the batches begin after ``step`` steps."""
         for dataset in self.datasets:
             dataset.set_init_step(step)
 
@@ -40,10 +40,10 @@ class DataOfAdapters:
 
 
 def with_data_of_adapters(build_dataset: Callable, data_of: Callable) -> Callable:
-    """Returns MindFormers' function that builds a dataset, which then has the data of all adapters if some have own.
+    """Wraps MindFormers' function that builds a dataset, to include all adapters' data if some have their own.
 
-    ``data_of`` takes the configuration of a dataset, and returns for each adapter the MindRecord in its place, or None
-    for that of the configuration; None if there is one dataset for all.
+    ``data_of`` takes a dataset's configuration, and returns each adapter's own MindRecord, or None for the
+    configuration's; it returns None if all adapters share one dataset.
     """
 
     @functools.wraps(build_dataset)

@@ -1,4 +1,4 @@
-"""A run with several adapters on disk: adapters.json says which they are and which learn no more; each saves itself."""
+"""A run with several adapters on disk: adapters.json lists them and those that have ended; each saves itself."""
 
 import os
 from typing import Any, Dict, Mapping, NamedTuple, Sequence, Union
@@ -12,11 +12,11 @@ RECORD = "adapters.json"
 
 
 class SavedAdapter(NamedTuple):
-    """Where one adapter of a run goes on, or stays.
+    """The step folder from which one adapter of a run continues, or at which it stays.
 
     Attributes:
         folder (str): Its step folder.
-        ended (dict or None): Where it learns no more, the "step" and the "reason".
+        ended (dict or None): Where it stopped learning: the "step" and the "reason".
     """
 
     folder: str
@@ -24,7 +24,7 @@ class SavedAdapter(NamedTuple):
 
 
 def write_record(directory: str, adapters: Sequence[Mapping[str, Any]]) -> None:
-    """Writes adapters.json: of each adapter its "name", its "settings", and where it learns no more, "ended"."""
+    """Writes adapters.json: each adapter's "name", its "settings", and, if it has stopped learning, "ended"."""
     os.makedirs(directory, exist_ok=True)
     with atomic.replace_file(os.path.join(directory, RECORD)) as path:
         write_json(path, {"adapters": list(adapters)})
@@ -33,15 +33,15 @@ def write_record(directory: str, adapters: Sequence[Mapping[str, Any]]) -> None:
 def find_saved(
     directory: str, resume: Union[bool, str], adapters: Sequence[Mapping[str, Any]]
 ) -> Dict[str, SavedAdapter]:
-    """Returns for each adapter, by its name, where it goes on: all at one step, but for those that had ended by then.
+    """Returns, by name, where each adapter continues: all at one step, except those that had ended by then.
 
     Args:
-        directory (str): The folder in which adapters.json is.
+        directory (str): The folder of adapters.json.
         resume (bool or str): True for the newest step that all adapters have saved, or a step folder of one of them.
-        adapters (sequence of dict): The "name", the "settings" and the "directory" of step folders of each adapter.
+        adapters (sequence of dict): Each adapter's "name", "settings" and "directory" of step folders.
 
     Raises:
-        ConfigError: These are not the adapters that were saved, nothing was saved, or all of them had ended.
+        ConfigError: The saved adapters are others, nothing was saved, or all adapters had ended.
     """
     ended = _ended(directory, adapters)
     steps = {adapter["name"]: _steps(adapter["directory"]) for adapter in adapters}
@@ -54,8 +54,8 @@ def find_saved(
         needed = {name: before[name]["step"] if name in before else step for name in steps}
         if len(before) == len(steps):
             raise ConfigError(
-                f"{directory}: at step {step} no adapter learns any more, so nothing is left to train. Name an earlier "
-                "step folder to resume from, or set resume to False for a new run."
+                f"{directory}: at step {step} all adapters have stopped learning, so nothing is left to train. Name an "
+                "earlier step folder to resume from, or set resume to False for a new run."
             )
         if all(at in steps[name] for name, at in needed.items()):
             folders = {name: training_state.resume_folder(directory, steps[name][at]) for name, at in needed.items()}
@@ -67,7 +67,7 @@ def find_saved(
 
 
 def _ended(directory, adapters) -> Dict[str, Dict[str, Any]]:
-    """Returns name -> where an adapter had ended; raises ConfigError if these are not the adapters of the record."""
+    """Returns name -> where an adapter had ended; raises ConfigError if the record has other adapters."""
     path = os.path.join(directory, RECORD)
     if not os.path.isfile(path):
         raise ConfigError(
@@ -81,7 +81,7 @@ def _ended(directory, adapters) -> Dict[str, Dict[str, Any]]:
 
 
 def check_same_adapters(source: str, there: Sequence[Mapping[str, Any]], adapters: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError unless the adapters of a run are those that a saved one had, by "name" and "settings"."""
+    """Raises ConfigError unless a run and a saved run have the same adapters, by "name" and "settings"."""
     saved = {each["name"]: each["settings"] for each in there}
     now = {adapter["name"]: adapter["settings"] for adapter in adapters}
     differences = {
@@ -102,13 +102,13 @@ def check_same_adapters(source: str, there: Sequence[Mapping[str, Any]], adapter
 
 
 def _steps(directory) -> Dict[int, str]:
-    """Returns step -> folder of what an adapter has saved."""
+    """Returns step -> folder of an adapter's saves."""
     folders = training_state.step_folders(directory)
     return {int(os.path.basename(folder)[len(training_state.STEP_PREFIX) :]): folder for folder in folders}
 
 
 def _step_of(folder: str, directory: str, steps: Mapping[str, Mapping[int, str]]) -> int:
-    """Returns the step of a folder that one of the adapters has saved."""
+    """Returns the step of a folder that one of the adapters saved."""
     for found in steps.values():
         for step, path in found.items():
             if os.path.realpath(path) == os.path.realpath(folder):

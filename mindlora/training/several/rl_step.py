@@ -1,4 +1,4 @@
-"""The train step of several adapters that learn from rewards, each from those of its own answers."""
+"""The train step of several adapters that learn from rewards, each from its own answers."""
 
 from typing import Any, Mapping, Sequence, Tuple
 
@@ -18,13 +18,13 @@ from mindlora.training.step.train_step import StepRecord
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class StackedRlTrainOneStepCell(StackedStep):
-    """A train step in which each of K adapters takes the step that RlTrainOneStepCell would take with it alone.
+    """A train step in which each of K adapters takes the same step as alone with RlTrainOneStepCell.
 
     mindlora-run sets this cell in the YAML of a run with ``rl`` and pet_config.adapters.
 
     Args:
         network, optimizer: As for StackedStep.
-        adapters (list of dict): For each adapter its ``name`` and ``rl``, the fields of its RlSettings.
+        adapters (list of dict): Each adapter's ``name`` and ``rl``, the fields of its RlSettings.
         sampler (dict): As for RlTrainOneStepCell.
         **kwargs: As for StackedStep.
 
@@ -59,15 +59,15 @@ class StackedRlTrainOneStepCell(StackedStep):
         return super().__call__(Tensor(losses, mstype.float32), Tensor(tokens, mstype.float32))
 
     def construct(self, losses: Tensor, tokens: Tensor) -> Tuple:
-        # The losses are means already; where no token counts, there is none, and the adapter's step is skipped.
+        # The losses are means already; if no token counts, there is none, and the adapter's step is skipped.
         loss, is_skipped, rate, norm = self.update(losses, tokens, self.gradients, self.ones)
         return loss, is_skipped, self.scale, rate, norm
 
     def record_of(self, adapter: int) -> StepRecord:
-        """Returns what the last step measured of one adapter."""
+        """Returns one adapter's measurements in the last step."""
         return super().record_of(adapter)._replace(measures=self.policies[adapter].measures, loss_falls=False)
 
     def stop(self, adapter: int) -> None:
-        """Lets an adapter be as it is from now on; it is not sampled from any more."""
+        """Stops an adapter's learning and sampling."""
         super().stop(adapter)
         self.policies.end(adapter)

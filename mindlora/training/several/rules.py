@@ -1,4 +1,4 @@
-"""pet_config.adapters: several adapters that train in one run, and what they need from the rest of the YAML."""
+"""pet_config.adapters: several adapters that train in one run, and what they require of the rest of the YAML."""
 
 import copy
 import dataclasses
@@ -25,14 +25,14 @@ KEY = f"{PET}.adapters"
 # The mcore models on which several adapters train.
 _MCORE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 OPTIMIZER = "AdamW"
-# What adapters may differ in: keys of pet_config, besides name, learning_rate, data and rl.
+# Keys of pet_config in which adapters may differ, in addition to name, learning_rate, data and rl.
 _DIFFER = (
     *("lora_rank", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("lora_init", "lora_a_init", "lora_b_init", "seed"),
 )
 OWN_KEYS = ("name", "learning_rate", "data", "rl", *_DIFFER)
-# Other keys that one could want to differ, and why they cannot.
+# Other keys that users might want to differ, and why they cannot.
 _SHARED = {
     "quantize_base": "all adapters of a run share one base in memory, in one form",
     "quantize_exclude": "all adapters of a run share one base in memory, in one form",
@@ -46,19 +46,19 @@ _NOT_WITH_OTHERS = (
     *("freeze_lora_a", "modules_to_save", "freeze_include", "freeze_exclude"),
     *("adapter_path", "loraplus_lr_ratio", "neftune_alpha", "alora_invocation_tokens"),
 )
-# Callbacks of the whole run, and those of which each adapter has its own.
+# Callbacks of the complete run, and those of which each adapter has its own.
 OF_RUN = ("MFLossMonitor", "ProgressBar", "GracefulStop")
 _OF_ADAPTER = (
     *("EmptySteps", "HeldOutLoss", "TrainingGuard", "WarmUp", "ReduceOnPlateau", "GradientNormRate", "EarlyStopping"),
     *("LoraCheckpoint", "RunReport", "Trackers"),
 )
 _WITH_OTHERS = (*OF_RUN, *_OF_ADAPTER)
-# With RunReport's earlier name, which goes with the next version, and what a run with rl gets.
+# Includes RunReport's former name, which the next version drops, and a callback of runs with rl.
 OF_ADAPTER = (*_OF_ADAPTER, "LossCurve", "RlReport")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")
 # Temporary names beside a folder are longer than its own, and file systems take 255 bytes.
 _LONGEST_NAME = 100
-# What else the folder of a run holds in which each adapter has one of its name, in any case of letters.
+# Other names in the run's folder, in which each adapter has a folder of its name; compared without case.
 _TAKEN_NAMES = ("adapters.json", "comparison.json", "comparison.html", "checkpoint", "log", "strategy")
 # Keys of nodes that a run with several adapters reads.
 _KNOWN_KEYS = {
@@ -73,15 +73,15 @@ _WRITING = {"LoraCheckpoint": "lora_checkpoint", "LossCurve": "", "RunReport": "
 
 @dataclasses.dataclass(frozen=True)
 class TrainedAdapter:
-    """One adapter of a run with several.
+    """One adapter in a run with several.
 
     Attributes:
-        name (str): What its folder is called.
-        config (PetLoraConfig): pet_config, with what the adapter has of its own.
-        learning_rate (float or None): In place of lr_schedule.learning_rate; None for that one.
-        data (str or None): MindRecord, or folder of them, in place of that of train_dataset; None for that one.
-        own (dict): The keys of pet_config that it has of its own.
-        rl (dict): The keys of runner_wrapper.rl that it has of its own.
+        name (str): The name of the adapter and of its folder.
+        config (PetLoraConfig): pet_config, with the adapter's own settings.
+        learning_rate (float or None): Replaces lr_schedule.learning_rate; None keeps it.
+        data (str or None): A MindRecord, or a folder of them, instead of train_dataset's; None keeps that.
+        own (dict): The adapter's own keys of pet_config.
+        rl (dict): The adapter's own keys of runner_wrapper.rl.
     """
 
     name: str
@@ -93,7 +93,7 @@ class TrainedAdapter:
 
     @property
     def settings(self) -> Dict[str, Any]:
-        """All that it has of its own, but the name."""
+        """The adapter's own settings, except the name."""
         beside = {"learning_rate": self.learning_rate, "data": self.data, "rl": self.rl or None}
         return {**self.own, **{key: value for key, value in beside.items() if value is not None}}
 
@@ -111,7 +111,7 @@ def trained_adapters(pet_config: PetLoraConfig) -> List[TrainedAdapter]:
             "adapters must be a list of nodes, one for each adapter, such as '- {name: small, lora_rank: 8}'."
         )
     adapters = [_adapter(pet_config, dict(node), number) for number, node in enumerate(nodes, 1)]
-    # Some file systems keep no two names that differ in the case of letters.
+    # Some file systems do not distinguish names that differ only in case.
     names = [adapter.name.lower() for adapter in adapters]
     twice = sorted({adapter.name for adapter in adapters if names.count(adapter.name.lower()) > 1})
     if twice:
@@ -157,14 +157,14 @@ def _adapter(pet_config: PetLoraConfig, node: Dict[str, Any], number: int) -> Tr
 
 
 def rl_of(node: Mapping[str, Any], adapter: TrainedAdapter) -> Dict[str, Any]:
-    """Returns the node runner_wrapper.rl of a run with this adapter alone, of that of the run with all of them."""
+    """Returns the node runner_wrapper.rl of a run with only this adapter, from the node of the run with all."""
     return {**node, **adapter.rl}
 
 
 def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str) -> None:
-    """Makes callbacks write to a folder of an adapter's name, in their own or in the output folder of the run.
+    """Makes callbacks write to a folder of the adapter's name, in their own folder or in the run's output folder.
 
-    Trackers have the adapter's name too.
+    Trackers get the adapter's name too.
     """
     for callback in callbacks:
         if callback["type"] == "Trackers":
@@ -175,25 +175,25 @@ def write_to_own_folder(callbacks: List[Dict[str, Any]], name: str, output: str)
 
 
 def check_cells(run: YamlRun, pet_config: PetLoraConfig) -> List[Finding]:
-    """Returns what check_targets says of pet_config, or of each of its adapters.
+    """Returns the findings of check_targets for pet_config, or for each of its adapters.
 
-    What it says of all of them is there once; anything else begins with the names of the adapters that it is of.
+    A finding about all adapters is listed once; any other begins with the names of its adapters.
     """
     if not pet_config.adapters:
         return check_targets(run, pet_config.for_network())
-    # The warnings about values that they share have been given for pet_config.
+    # Warnings about shared values have been issued for pet_config.
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         try:
             adapters = trained_adapters(pet_config)
         except ConfigError:
-            # check_adapters says what is wrong.
+            # check_adapters reports the error.
             return []
     return by_adapter({each.name: check_targets(run, each.config.for_network()) for each in adapters})
 
 
 def by_adapter(found: Mapping[str, List[Finding]]) -> List[Finding]:
-    """Returns what was found of each adapter, which is by its name, as check_cells says it; of one alone as it is."""
+    """Merges the findings by adapter name as in check_cells; a single adapter's findings stay unchanged."""
     names_by_finding: Dict[Finding, List[str]] = {}
     for name, findings_of_one in found.items():
         for finding in findings_of_one:
@@ -246,7 +246,7 @@ def check_adapters(run: YamlRun) -> Iterator[Finding]:
 
 
 def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node: str) -> Iterator[Finding]:
-    """Yields an error for each setting of pet_config, at ``node``, that adapters in one run do not support."""
+    """Yields an error for each setting of pet_config, at ``node``, that runs with several adapters do not support."""
     key = f"{node}.adapters"
     if pet_config.variant is not LORA:
         yield error(key, f"{pet_config.variant.field} is True, but only plain LoRA trains beside others.", "Remove it.")
@@ -270,7 +270,7 @@ def _check_kind(pet_config: PetLoraConfig, adapters: List[TrainedAdapter], node:
 
 
 def _check_files(adapters: List[TrainedAdapter], key: str) -> Iterator[Finding]:
-    """Yields an error for each adapter whose data is not there; ``key`` is that of the adapters."""
+    """Yields an error for each adapter with missing data; ``key`` is the key of the adapters."""
     for adapter in adapters:
         path = adapter.data
         if path is not None and not (mindrecord_files(path) and os.path.exists(path)):
@@ -351,11 +351,11 @@ def _check_keys(run: YamlRun) -> Iterator[Finding]:
         )
 
 
-# Under MindFormers' PyNative Trainer: the YAML of a run with each adapter alone, and what is refused there.
+# Under MindFormers' PyNative Trainer: the YAML of a run with each adapter alone, and unsupported settings.
 
 PYNATIVE_KEY = "pet_config.adapters"
 _PYNATIVE_MODELS = ("Qwen3ForCausalLM", "DeepseekV3ForCausalLM")
-# Callbacks of mindlora that follow a run with one adapter.
+# Callbacks of mindlora that support only one adapter.
 OF_ONE_ADAPTER = (
     *("BaseCheck", "ReferenceCheck", "LoraInitialization", "AdapterHealth", "RankBudget", "SampleAnswers"),
     *("Forgetting", "ForgettingBudget"),
@@ -371,7 +371,7 @@ _NOT_WITH_ADAPTERS = {
 
 
 def alone_in_pynative(configuration: Mapping[str, Any], adapter: TrainedAdapter, output: str) -> Dict[str, Any]:
-    """Returns the YAML of a run with this adapter alone, which writes to a folder of its name in ``output``.
+    """Returns the YAML of a run with only this adapter, which writes to a folder of its name in ``output``.
 
     Its pet_config may select fewer cells than lora_config.
     """
@@ -389,13 +389,13 @@ def alone_in_pynative(configuration: Mapping[str, Any], adapter: TrainedAdapter,
 
 
 def check_of_each(config: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Iterator[Finding]]) -> List[Finding]:
-    """Returns what a check finds in a YAML; with adapters, in the YAML of a run with each alone, as in check_cells."""
+    """Returns a check's findings in a YAML, or in the YAML of each adapter's run alone, merged as in check_cells."""
     if not value_at(config, PYNATIVE_KEY):
         return list(check(config))
     try:
         adapters = adapters_of(config)
     except LoraError:
-        # check_pynative_adapters says what is wrong.
+        # check_pynative_adapters reports the error.
         return []
     return by_adapter({each.name: list(check(alone_in_pynative(config, each, ""))) for each in adapters})
 
@@ -403,7 +403,7 @@ def check_of_each(config: Mapping[str, Any], check: Callable[[Mapping[str, Any]]
 def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error for each setting that keeps several adapters from training in one run of the PyNative Trainer.
 
-    ``config`` is the content of a YAML whose lora_config has no mistakes.
+    ``config`` is the content of a YAML whose lora_config has passed the checks.
     """
     types = [node.get("type") for node in config.get("callbacks") or [] if isinstance(node, Mapping)]
     if "EachAdapter" in types:
@@ -433,14 +433,14 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
 def adapters_of(config: Mapping[str, Any]) -> List[TrainedAdapter]:
     """Returns the adapters of a YAML; raises LoraError as trained_adapters does."""
     with warnings.catch_warnings():
-        # They are given where the adapters are made.
+        # The warnings are issued where the adapters are made.
         warnings.simplefilter("ignore")
         return trained_adapters(PetLoraConfig.from_pet_config(_of_all(config)))
 
 
 def _of_all(config: Mapping[str, Any]) -> Dict[str, Any]:
-    """Returns pet_config with what lora_config says for all adapters."""
-    # Which cells it is counts for nothing that is looked at here.
+    """Returns pet_config with lora_config's settings for all adapters."""
+    # The selection of cells does not matter here.
     return merged(config["pet_config"], config["lora_config"], ["all-linear"], "float32")
 
 
@@ -450,7 +450,7 @@ def _check_pynative_data(config: Mapping[str, Any], adapters: List[TrainedAdapte
         return
     needed = (("train_dataset.dataloader.type", "MindDataset"), ("train_dataset.drop_remainder", True))
     for key, value in needed:
-        # The Trainer leaves a remainder out where the YAML says nothing.
+        # The Trainer drops a remainder unless the YAML says otherwise.
         if value_at(config, key) not in (value, None):
             yield error(
                 key,

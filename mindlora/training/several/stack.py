@@ -1,4 +1,4 @@
-"""AdapterStack: adapters that train side by side on one network, and for each of them a network of its own."""
+"""AdapterStack: adapters that train side by side on one network, and a separate network for each of them."""
 
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence
 
@@ -21,7 +21,7 @@ from mindlora.network.quantize import quantize_base
 from mindlora.network.quantized.nf4 import QLoRADense
 from mindlora.network.tree import Tree, copy_cells, lora_cells, replace_children
 
-# Cells whose adapters can be stacked, and those of which all adapters are.
+# Cells whose adapters can be stacked, and their stacked classes.
 _STACKED = {
     LoRADense: StackedLoRADense,
     QLoRADense: StackedLoRADense,
@@ -34,27 +34,27 @@ _STACKED = {
 
 
 class Slice(NamedTuple):
-    """One adapter's part of a parameter of all adapters."""
+    """One adapter's part of a parameter that holds all adapters."""
 
     stacked: Parameter  # [K, ...]
-    number: int  # which of the K
-    own: Parameter  # [...], in each axis as large or smaller: beyond it the stacked parameter is zero
+    number: int  # the adapter's number
+    own: Parameter  # [...], at most as large in each axis: the stacked parameter is zero beyond it
 
     @property
     def place(self) -> tuple:
-        """Where it is in the stacked parameter."""
+        """The index of the part in the stacked parameter."""
         return (self.number, *map(slice, self.own.shape))
 
 
 def pull(slices: Iterable[Slice]) -> None:
-    """Sets the adapters' own parameters to what the stacked ones hold."""
+    """Copies the stacked parameters' values to the adapters' own parameters."""
     for each in slices:
         values = each.stacked.asnumpy()[each.place]
         each.own.set_data(Tensor(np.ascontiguousarray(values), each.own.dtype))
 
 
 def push(slices: Iterable[Slice]) -> None:
-    """Sets the stacked parameters, where they are of these adapters, to what the adapters' own parameters hold."""
+    """Copies the adapters' own parameters to their parts of the stacked parameters."""
     arrays: Dict[int, np.ndarray] = {}
     parameters: Dict[int, Parameter] = {}
     for each in slices:
@@ -62,17 +62,17 @@ def push(slices: Iterable[Slice]) -> None:
         parameters[key] = each.stacked
         arrays.setdefault(key, each.stacked.asnumpy().copy())[each.place] = each.own.asnumpy()
     for key, parameter in parameters.items():
-        # Not set_data: a compiled graph would keep what it uses in a branch alone.
+        # Not set_data: a compiled graph would keep the old value of a parameter used only in a branch.
         ops.assign(parameter, Tensor(arrays[key], parameter.dtype))
 
 
 class AdapterStack:
-    """K adapters on one network, whose linear cells have become StackedLoRADense, and experts' weights such too.
+    """K adapters on one network with StackedLoRADense cells and, for experts, StackedLoRAExpertWeight.
 
     Attributes:
-        networks (list): For each adapter a network of its own with LoRADense cells, on the parameters of the base that
-            all share. It does not run: what there is for networks with one adapter (save_lora, load_lora, ...) works on
-            it, between pull and push.
+        networks (list): A separate network for each adapter, with LoRADense cells and the base's shared parameters. It
+            does not run: functions for networks with one adapter (save_lora, load_lora, ...) work on it, between pull
+            and push.
         cells (dict): Path -> StackedLoRADense or StackedLoRAExpertWeight.
     """
 
@@ -87,7 +87,7 @@ class AdapterStack:
         return len(self.networks)
 
     def slices(self, number: int) -> List[Slice]:
-        """Returns where A and B of an adapter are."""
+        """Returns the parts of the stacked parameters that are an adapter's A and B."""
         found = []
         for path, cell in lora_cells(self.networks[number]):
             stacked = self.cells[path]
@@ -95,10 +95,10 @@ class AdapterStack:
         return found
 
     def set_initial_values(self) -> None:
-        """Sets the stack to what its adapters begin with; draws that now, if MindSpore has delayed it.
+        """Sets the stack to its adapters' initial values; draws them now, if MindSpore has delayed that.
 
-        Each adapter gets the values that it would get alone: all draw from the same state of NumPy's generator, or from
-        seeds of their own.
+        Each adapter gets the same values as alone: all draw from the same state of NumPy's generator, or from their own
+        seeds.
         """
         state = np.random.get_state()
         for network, seed in zip(self.networks, self._seeds):
@@ -110,7 +110,7 @@ class AdapterStack:
 
 
 def draw(network: nn.Cell) -> None:
-    """Gives the adapter of a network its initial values, where MindSpore has delayed that."""
+    """Draws the initial values of a network's adapter, if MindSpore has delayed that."""
     adapter = {id(parameter) for _, cell in lora_cells(network) for parameter in cell.lora_parameters()}
     for parameter in network.get_parameters():
         if id(parameter) in adapter:
@@ -120,7 +120,7 @@ def draw(network: nn.Cell) -> None:
 def stack_adapters(
     network: nn.Cell, configs: Sequence[LoraConfig], seeds: Optional[Sequence[Optional[int]]] = None
 ) -> AdapterStack:
-    """Puts K adapters on a network, in place, and freezes the rest. They are zero until set_initial_values.
+    """Puts K adapters on a network, in place, and freezes the rest; they are zero until set_initial_values.
 
     Args:
         network (nn.Cell): A network of linear cells, and of routed experts, without adapters.
@@ -128,7 +128,7 @@ def stack_adapters(
         seeds (sequence of int or None): The seed of each adapter's initial values. Default: None, no adapter has one.
 
     Raises:
-        LoraError: As apply_lora, for any of the adapters; the network is unchanged, but for a base that was quantized.
+        LoraError: As in apply_lora, for any of the adapters; the network is unchanged, except for a quantized base.
     """
     first = configs[0]
     if any(config.alora_invocation_tokens for config in configs):
@@ -155,7 +155,7 @@ def stack_adapters(
 
 
 def _make_values(network):
-    """Makes the adapter of a PyNative model, which has no values yet, with those that it begins with."""
+    """Creates the initial values of a PyNative model's adapter, which has no values yet."""
     for _, cell in lora_cells(network):
         unmade = [parameter for parameter in cell.lora_parameters() if getattr(parameter, "is_meta", False)]
         for parameter in unmade:
@@ -165,7 +165,7 @@ def _make_values(network):
 
 
 def _check_linear(network):
-    """Raises UnsupportedCellError if an adapter is on cells that cannot be stacked."""
+    """Raises UnsupportedCellError if an adapter is on cells that do not support stacking."""
     cells = dict(lora_cells(network))
     others = {path: type(cell).__name__ for path, cell in cells.items() if _type_of(cell) not in _STACKED}
     if others:
@@ -183,7 +183,7 @@ def _check_linear(network):
 
 
 def _stack(network, networks, compute_dtype):
-    """Replaces the cells of a network that carry an adapter in any of ``networks``; returns path -> cell."""
+    """Replaces a network's cells that carry an adapter in any of ``networks``; returns path -> cell."""
     adapted: List[Dict[str, nn.Cell]] = [_by_name(own) for own in networks]
     tree = Tree(network)
     cells, replacements = {}, {}
@@ -202,11 +202,11 @@ def _stack(network, networks, compute_dtype):
 
 
 def _type_of(cell):
-    """Returns the class of a cell with an adapter; in a PyNative model without MindFormers' Linear."""
+    """Returns the class of a cell with an adapter; for a PyNative model, the class without MindFormers' Linear."""
     return getattr(cell, "adapter_type", type(cell))
 
 
 def _by_name(network):
-    """Returns the cells with adapters by their name in a network."""
+    """Returns a network's cells with adapters, by name."""
     with_adapter = {id(cell) for _, cell in lora_cells(network)}
     return {name: cell for name, cell in network.cells_and_names() if id(cell) in with_adapter}

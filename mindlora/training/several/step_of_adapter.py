@@ -1,4 +1,4 @@
-"""StepOfAdapter: one adapter of a stack, as callbacks know the step of a run with one adapter; its held-out loss."""
+"""StepOfAdapter: one adapter of a stack, with the interface of a train step for callbacks; its held-out loss."""
 
 import math
 from typing import Any, Dict, Iterator, Tuple
@@ -14,7 +14,7 @@ from mindlora.training.several.stack import AdapterStack, Slice, pull, push
 from mindlora.training.several.train_step import RowsOfAdapters, UpdatesOfAdapters
 from mindlora.training.step.train_step import StepRecord
 
-# What the names of an optimizer's parameters begin with: both moments, and float32 copies of weights in 16 bits.
+# Prefixes of an optimizer's parameter names: both moments, and float32 copies of 16-bit weights.
 _BESIDE_WEIGHTS = ("adam_m", "adam_v", "main_param")
 
 
@@ -22,14 +22,14 @@ class HeldOutRows(CompiledOnce):
     """The held-out loss of each row under each of K adapters.
 
     Args:
-        cell (HeldOutLossCell): Of the network with the adapters, with ``by_row``.
+        cell (HeldOutLossCell): The loss of the network with the adapters, with ``by_row``.
         adapters (int): K.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1], as for HeldOutLossCell.
 
     Outputs:
-        Tuple of two tensors float32 [K, rows]: the sum of the losses of each row, and how many labels count in it.
+        Tuple of two tensors float32 [K, rows]: the sum of each row's losses, and the number of labels that count in it.
     """
 
     def __init__(self, cell: HeldOutLossCell, adapters: int):
@@ -44,15 +44,15 @@ class HeldOutRows(CompiledOnce):
 
 
 class HeldOutOfAdapters:
-    """Measures the held-out loss of all adapters when that of one is asked for, once in each step.
+    """The held-out losses of all adapters, measured when one of them is requested, once per step.
 
     Args:
         cell, adapters: As for HeldOutRows.
 
     Attributes:
-        rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, as measured in this step.
-        best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) where its loss was least. Of
-            prompts, rewards times -1 are the losses.
+        rows (dict): Path of the data -> (losses [K, rows], counts [rows]) of its rows, measured in this step.
+        best (dict): Path of the data -> adapter -> (losses [rows], counts [rows], step) at its smallest loss. For
+            prompts, the losses are negated rewards.
     """
 
     def __init__(self, cell: HeldOutLossCell, adapters: int):
@@ -62,7 +62,7 @@ class HeldOutOfAdapters:
         self.step = 0
 
     def begin(self, step: int) -> None:
-        """Begins a step: what is asked for next is measured again."""
+        """Begins a step: later requests are measured again."""
         self.rows = {}
         self.step = step
 
@@ -77,13 +77,13 @@ class HeldOutOfAdapters:
         return float(losses[adapter].sum() / counts.sum())
 
     def keep(self, adapter: int, path: str, losses: np.ndarray, counts: np.ndarray) -> None:
-        """Keeps what was measured of an adapter in this step, if its loss has not been smaller on the same data."""
+        """Keeps an adapter's measurements in this step, if its loss has not been smaller on the same data."""
         best = self.best.setdefault(path, {})
         if adapter not in best or losses.sum() < best[adapter][0].sum():
             best[adapter] = losses, counts, self.step
 
     def state_of(self, adapter: int) -> Dict[str, Any]:
-        """Returns what a resumed run needs of an adapter, as JSON values: path of the data -> its part of ``best``."""
+        """Returns an adapter's state for a resumed run, as JSON values: path of the data -> its part of ``best``."""
         best = {path: each[adapter] for path, each in self.best.items() if adapter in each}
         return {path: [losses.tolist(), counts.tolist(), step] for path, (losses, counts, step) in best.items()}
 
@@ -104,16 +104,16 @@ class HeldOutOfAdapters:
 
 
 class StepOfAdapter(nn.Cell):
-    """What callbacks read and set of a train step, for one adapter of several.
+    """The train step's interface for callbacks, for one of several adapters.
 
-    Its parameters have the names and shapes of a run with this adapter alone, so what is saved of it is what such a run
-    saves. They hold the adapter's state between collect_state and distribute_state.
+    Its parameters have the names and shapes of a run with only this adapter, so it is saved as in such a run. They hold
+    the adapter's state between collect_state and distribute_state.
 
     Args:
         stack (AdapterStack): The adapters of the run.
-        step (UpdatesOfAdapters): What takes the steps of all of them.
-        number (int): Which of them.
-        held_out (HeldOutOfAdapters): What measures their held-out losses.
+        step (UpdatesOfAdapters): Takes the steps of all adapters.
+        number (int): The adapter's number.
+        held_out (HeldOutOfAdapters): Measures the adapters' held-out losses.
 
     Attributes:
         network (Cell): The adapter's own network.
@@ -141,7 +141,7 @@ class StepOfAdapter(nn.Cell):
             beside += [_beside(kept, prefix, weight) for weight in weights if _name(prefix, weight.stacked) in kept]
         self.moments = tuple(each.own for each in beside)
         self.slices = [*weights, *beside, Slice(optimizer.global_step, number, self.global_step)]
-        # Not cells of this one, whose parameters are the adapter's alone.
+        # Not child cells: this cell's parameters are only the adapter's.
         self._all = (step, held_out)
 
     def collect_state(self) -> None:
@@ -149,34 +149,34 @@ class StepOfAdapter(nn.Cell):
         pull(self.slices)
 
     def distribute_state(self) -> None:
-        """Gives to the stack what the adapter's parameters have been set to."""
+        """Copies the adapter's parameters back to the stack."""
         push(self.slices)
 
     def get_parameters(self, expand: bool = True) -> Iterator[Parameter]:
-        """As for a cell, with what the optimizer keeps beside the weights."""
+        """As for a cell, with the optimizer's state of the weights."""
         yield from super().get_parameters(expand)
         yield from self.moments
 
     def last_record(self) -> StepRecord:
-        """Returns what the last step measured of the adapter."""
+        """Returns the adapter's measurements in the last step."""
         return self._all[0].record_of(self.number)
 
     def set_limits(self, loss: float, gradient_norm: float) -> None:
-        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        """Sets the loss and the gradient norm before clipping above which a step is skipped; infinity for no limit."""
         self._all[0].set_limits(self.number, loss, gradient_norm)
 
     def set_rate_factor(self, source: str, value: float) -> None:
-        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        """Sets the learning-rate factor of ``source``; the product of all sources' factors applies."""
         self.rate_factors[source] = float(value)
         self._all[0].set_rate_factor(self.number, math.prod(self.rate_factors.values()))
 
     @property
     def policies(self) -> Any:
-        """The policies of a run that learns from rewards; this adapter's has its number."""
+        """The policies of a run that learns from rewards; this adapter's policy has the adapter's number."""
         return self._all[0].policies
 
     def stop(self) -> None:
-        """Lets the adapter be as it is from now on."""
+        """Stops the adapter's learning."""
         self._all[0].stop(self.number)
 
     def held_out_loss(self, dataset_dir: str, batch_size: int) -> float:
@@ -185,7 +185,7 @@ class StepOfAdapter(nn.Cell):
 
 
 def _beside(kept, prefix, weight):
-    """Returns the slice of what the optimizer keeps beside a weight, as that of the weight."""
+    """Returns the slice of a weight's optimizer state, corresponding to the weight's slice."""
     zeros = Tensor(np.zeros(weight.own.shape, np.float32))
     own = Parameter(zeros, _name(prefix, weight.own), requires_grad=False)
     return Slice(kept[_name(prefix, weight.stacked)], weight.number, own)

@@ -1,4 +1,4 @@
-"""The train step of several adapters: one loss, norm, clipping, rate and decision to skip for each of them."""
+"""The train step of several adapters, each with its own loss, norm, clipping, rate and decision to skip."""
 
 from typing import Any, Optional, Sequence, Tuple, Union
 
@@ -33,7 +33,7 @@ def _update(beta1, beta2, eps, step, rate, applied, decay, parameter, gradient, 
     denominator = ops.sqrt(new_second / by_adapter(correction2, shape)) + eps
     moved = parameter.astype(mstype.float32) * by_adapter(1.0 - rate * decay, shape)
     moved = moved - new_first / denominator * by_adapter(rate / correction1, shape)
-    # Not a product with 0: what is not applied may be NaN.
+    # Not a product with 0: values that are not applied may be NaN.
     is_applied = by_adapter(applied, shape)
     done = ops.assign(first, ops.select(is_applied, new_first, first))
     done = ops.depend(ops.assign(second, ops.select(is_applied, new_second, second)), done)
@@ -42,23 +42,23 @@ def _update(beta1, beta2, eps, step, rate, applied, decay, parameter, gradient, 
 
 
 def by_adapter(values: Tensor, shape: Tuple[int, ...]) -> Tensor:
-    """Returns [K] as [K, ...], without the tables that MindSpore's CPU kernels keep for what they broadcast."""
+    """Expands [K] to [K, ...], without the tables that MindSpore's CPU kernels keep for broadcasts."""
     return ops.broadcast_to(values.reshape((-1,) + (1,) * (len(shape) - 1)), shape)
 
 
 class UpdateOfEach:
-    """The update of StackedAdamW, for an optimizer with its attributes: a class beside nn.Optimizer.
+    """The update of StackedAdamW, as a mixin for optimizers with its attributes.
 
     Attributes:
-        weights (tuple of Parameter): What is updated, [K, ...] each: the parameters, or float32 copies of them.
-        global_step (Parameter): int32 [K, 1], the steps that each adapter has taken.
+        weights (tuple of Parameter): The parameters to update, [K, ...] each, or float32 copies of them.
+        global_step (Parameter): int32 [K, 1], the number of steps that each adapter has taken.
         exp_avg, exp_avg_sq (tuple of Parameter): The moments.
         beta1, beta2, eps (Tensor): float32 [1].
-        decays (tuple of Tensor): lambda for each of the weights, float32 [1].
+        decays (tuple of Tensor): lambda for each weight, float32 [1].
     """
 
     def decays_of_groups(self) -> Tuple[Tensor, ...]:
-        """Returns ``decays`` by the groups that the optimizer was given."""
+        """Returns ``decays`` from the optimizer's groups."""
         decays = self.weight_decay if self.is_group else [self.weight_decay] * len(self.parameters)
         return tuple(Tensor([_number(decay)], mstype.float32) for decay in decays)
 
@@ -72,16 +72,16 @@ class UpdateOfEach:
 
 
 class StackedAdamW(UpdateOfEach, nn.Optimizer):
-    r"""AdamW for parameters [K, ...] of K adapters, each with a learning rate and a count of steps t of its own.
+    r"""AdamW for parameters [K, ...] of K adapters, each with its own learning rate and step count t.
 
     .. math::
         m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
         w = w (1 - \eta \lambda) - \eta \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
 
-    So each adapter takes the steps that MindFormers' AdamW would take with it alone. One whose gradients are not
-    applied keeps its weights, its moments and its t, bit for bit, whatever the gradients hold. Where weights and
-    gradients are zero, as in the rows and columns beyond an adapter's rank, they stay zero. These are plain operators
-    on every device: MindSpore's kernel of Adam, which trains one adapter on a CPU, has one rate and one t for a tensor.
+    So each adapter takes the same steps as alone with MindFormers' AdamW. An adapter whose gradients are not applied
+    keeps its weights, moments and t, bit for bit, whatever the gradients hold. Where weights and gradients are zero, as
+    in the rows and columns beyond an adapter's rank, they stay zero. It uses plain operators on every device:
+    MindSpore's Adam kernel, which trains a single adapter on a CPU, has one rate and one t per tensor.
 
     Args:
         params (list): Parameters [K, ...], or groups of them as for MindSpore's optimizers, without rates.
@@ -133,21 +133,21 @@ def _number(decay):
     return float(decay.asnumpy()) if isinstance(decay, Tensor) else float(decay)
 
 
-# The losses of several adapters on one MindFormers model: a batch for each, and a sum for each.
+# The losses of several adapters on one MindFormers model, with a batch and a sum for each adapter.
 
 
 class AdapterLosses(nn.Cell):
-    """The cross entropy of each adapter's tokens, by the parts of the model's CrossEntropyLoss.
+    """The cross entropy of each adapter's tokens, from the parts of the model's CrossEntropyLoss.
 
     Inputs:
-        - **logits** (Tensor) - float32 [K n, vocabulary], those of the first adapter first; what the head takes, where
+        - **logits** (Tensor) - float32 [K n, vocabulary], the first adapter's first; the head's input, if
           put_loss_in_pieces was called.
         - **labels** (Tensor) - int32 [K n].
         - **mask** (Tensor) - float32 [K n]: 1 for labels that count.
 
     Outputs:
-        Tuple of two tensors float32 [K]: the sum over the tokens of each adapter that count, and their number plus
-        1e-8, as CrossEntropyLoss gives them for a batch.
+        Tuple of two tensors float32 [K]: the sum over each adapter's counted tokens, and their number plus 1e-8, as
+        CrossEntropyLoss returns them for a batch.
     """
 
     def __init__(self, loss: CrossEntropyLoss, adapters: int):
@@ -158,7 +158,7 @@ class AdapterLosses(nn.Cell):
 
     def construct(self, logits: Tensor, labels: Tensor, mask: Tensor) -> Tuple[Tensor, Tensor]:
         losses = self.of_tokens(logits, labels)
-        # Selected, not multiplied: what does not count may be infinite.
+        # Selected, not multiplied: losses that do not count may be infinite.
         losses = ops.select(mask > 0, losses, ops.zeros_like(losses))
         return losses.reshape((self.adapters, -1)).sum(-1), mask.reshape((self.adapters, -1)).sum(-1) + 1e-8
 
@@ -169,20 +169,20 @@ class AdapterLosses(nn.Cell):
 
 
 def rows_for_each(x: Tensor, adapters: int) -> Tensor:
-    """Returns [K rows, N], those of the first adapter first, of [rows, N], which all get, or of [rows, K, N]."""
+    """Returns [K rows, N], the first adapter's first, from shared rows [rows, N] or from [rows, K, N]."""
     rows = ops.tile(x, (adapters, 1)) if x.ndim == 2 else ops.swapaxes(x, 0, 1)
     return rows.reshape((-1, x.shape[-1]))
 
 
 class RowsOfAdapters(nn.Cell):
-    """Gives a network with K adapters the rows of a batch: the same ones to each adapter, or to each its own.
+    """Passes a network with K adapters the rows of a batch: the same rows for each adapter, or its own.
 
     Inputs:
-        - **\\*inputs** (Tensor) - [rows, N] each, or [rows, K, N] where each adapter has its own rows.
+        - **\\*inputs** (Tensor) - [rows, N] each, or [rows, K, N] if each adapter has its own rows.
 
     Outputs:
-        What the network returns for K times the rows, those of the first adapter first; of an mcore model the first two
-        tensors, as its further losses are zero without routed experts, and with moe_aux_loss_coeff 0.
+        The network's outputs for K times the rows, the first adapter's first; for an mcore model, the first two
+        tensors, since its further losses are zero without routed experts or with moe_aux_loss_coeff 0.
     """
 
     def __init__(self, network: nn.Cell, adapters: int):
@@ -200,7 +200,7 @@ class RowsOfAdapters(nn.Cell):
 
 
 def losses_of_adapters(network: nn.Cell, adapters: int) -> RowsOfAdapters:
-    """Returns what computes the losses of K adapters on a batch; the loss of the model is replaced in place."""
+    """Returns a cell that computes the losses of K adapters on a batch; the model's loss is replaced in place."""
     model = with_loss(network)
     losses = AdapterLosses(model.loss, adapters)
     if is_gpt_model(model):
@@ -227,17 +227,17 @@ def _sum_of_squares(gradient):
 
 
 class UpdatesOfAdapters(nn.Cell):
-    """What a train step does with the gradients of K adapters, what it knows of each, and what callbacks set of it.
+    """The updates of K adapters from their gradients, their records, and their limits and factors from callbacks.
 
-    An adapter's step is skipped, so that neither its weights, its moments nor its learning rate's step change, if its
-    loss or the norm of its gradient is not finite or exceeds its limit, if no token of its rows counts, or if it has
-    been stopped. The others are not touched by that.
+    An adapter's step is skipped, which changes neither its weights, its moments nor its learning rate's step, if its
+    loss or gradient norm is not finite or exceeds its limit, if no token of its rows counts, or if it has been stopped.
+    This does not affect the other adapters.
 
     Attributes:
         scale_sense (float or None): The loss scale, if there is one.
 
     Args:
-        optimizer (UpdateOfEach): Of the adapters' parameters.
+        optimizer (UpdateOfEach): The optimizer of the adapters' parameters.
         max_grad_norm (float, optional): The largest norm of an adapter's gradient. Default: None, none is clipped.
     """
 
@@ -251,7 +251,7 @@ class UpdatesOfAdapters(nn.Cell):
         self.use_clip_grad = max_grad_norm is not None
         self.max_grad_norm = Tensor(0.0 if max_grad_norm is None else max_grad_norm, mstype.float32)
         self.hyper_map = ops.HyperMap()
-        # What callbacks set and read between two steps.
+        # Values that callbacks set and read between two steps.
         self.record = _transient("record", np.zeros((_RECORDED, self.adapters)))
         self.limits = _transient("limits", np.full((2, self.adapters), np.inf))
         self.rate_factors = _transient("rate_factors", np.ones(self.adapters))
@@ -264,20 +264,20 @@ class UpdatesOfAdapters(nn.Cell):
 
         Args:
             losses (Tensor): float32 [K], the mean loss of each.
-            counts (Tensor): float32 [K], its tokens that count; 0 where there are none.
+            counts (Tensor): float32 [K], the number of each adapter's counted tokens, possibly 0.
             gradients (tuple of Tensor): [K, ...], in the shapes of the parameters.
-            factors (Tensor): float32 [K], what makes of these the gradients of the mean losses.
+            factors (Tensor): float32 [K], the factors that turn these into gradients of the mean losses.
 
         Returns:
             As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left,
             largest learning rate, and largest gradient norm.
         """
-        # As in LoraTrainOneStepCell: without a token that counts the loss is NaN.
+        # As in LoraTrainOneStepCell, the loss is NaN if no token counts.
         losses = ops.select(counts > 0.5, losses, ops.full_like(losses, np.nan))
         gradients = self.hyper_map(ops.partial(_scaled_by_adapter, factors), gradients)
         norms = ops.sqrt(ops.stack(self.hyper_map(_squares_by_adapter, gradients)).sum(0))
         if self.use_clip_grad:
-            # As LoraTrainOneStepCell clips.
+            # The clipping of LoraTrainOneStepCell.
             clipping = self.max_grad_norm / (ops.maximum(norms, self.max_grad_norm) + 1e-6)
             clipping = ops.minimum(clipping, Tensor(1, mstype.float32))
             gradients = self.hyper_map(ops.partial(_scaled_by_adapter, clipping), gradients)
@@ -304,34 +304,34 @@ class UpdatesOfAdapters(nn.Cell):
         return StepRecord(float(losses[counted].mean()), tokens=tokens, learning_rate=float(rates[counted].max()))
 
     def record_of(self, adapter: int) -> StepRecord:
-        """Returns what the last step measured of one adapter."""
+        """Returns one adapter's measurements in the last step."""
         loss, norm, count, skipped, rate = (float(value) for value in self.record.asnumpy()[:, adapter])
         return StepRecord(loss, norm, round(count), skipped > 0, learning_rate=rate)
 
     def set_limits(self, adapter: int, loss: float, gradient_norm: float) -> None:
-        """Sets above which loss, or norm of the gradient before clipping, a step of an adapter is skipped."""
+        """Sets the loss and the gradient norm before clipping above which an adapter's step is skipped."""
         _set(self.limits, (slice(None), adapter), [loss, gradient_norm])
 
     def set_rate_factor(self, adapter: int, factor: float) -> None:
-        """Sets what the learning rate of an adapter is multiplied by."""
+        """Sets the factor of an adapter's learning rate."""
         _set(self.rate_factors, adapter, factor)
 
     def stop(self, adapter: int) -> None:
-        """Lets an adapter be as it is from now on."""
+        """Stops an adapter's learning."""
         _set(self.stopped, adapter, 1)
 
 
 class StackedStep(UpdatesOfAdapters):
-    """UpdatesOfAdapters for a network that MindFormers trains, in the place of MFTrainOneStepCell.
+    """UpdatesOfAdapters for a network that MindFormers trains, in place of MFTrainOneStepCell.
 
     Args:
         network (Cell): A MindFormers model with StackedLoRADense cells.
-        optimizer (StackedAdamW): Of their parameters.
+        optimizer (StackedAdamW): The optimizer of their parameters.
         loss_in_pieces (bool or int): As for LoraTrainOneStepCell. Default: True.
         use_clip_grad (bool): Whether each adapter's gradient is clipped to max_grad_norm. Default: False.
         max_grad_norm (float): The largest norm of an adapter's gradient. Default: 1.0.
         scale_sense (float): The loss scale. Default: 1.0.
-        **others: What MindFormers gives every train step, and this one has no use for.
+        **others: Arguments that MindFormers passes to every train step, unused here.
     """
 
     is_mindformers_step = False
@@ -358,19 +358,19 @@ class StackedStep(UpdatesOfAdapters):
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class StackedTrainOneStepCell(StackedStep):
-    """A train step in which each of K adapters takes the step that LoraTrainOneStepCell would take with it alone.
+    """A train step in which each of K adapters takes the same step as alone with LoraTrainOneStepCell.
 
-    Which steps are skipped is in UpdatesOfAdapters. mindlora-run sets this cell in the YAML of a run with
+    UpdatesOfAdapters says which steps are skipped. mindlora-run sets this cell in the YAML of a run with
     pet_config.adapters.
 
     Args:
         network, optimizer: As for StackedStep.
-        micro_batches (int): Into how many equal parts a batch is split. Default: 1.
+        micro_batches (int): Number of equal parts into which a batch is split. Default: 1.
         packed_boundary (int, optional): Token at which the examples of packed rows begin. Default: None, they are not.
         **kwargs: As for StackedStep.
 
     Inputs:
-        - **\\*inputs** (Tensor) - Rows for all adapters, [rows, N], or for each its own, [rows, K, N].
+        - **\\*inputs** (Tensor) - Shared rows for all adapters, [rows, N], or each adapter's own rows, [rows, K, N].
 
     Outputs:
         As in MFTrainOneStepCell, over the adapters whose step was not skipped: mean loss, whether none was left, loss
@@ -393,7 +393,7 @@ class StackedTrainOneStepCell(StackedStep):
         self.token_gradients = TokenGradients(losses, self.weights, micro_batches, self.adapters, self.adapters)
 
     def construct(self, *inputs: Tensor) -> Tuple:
-        # As in LoraTrainOneStepCell: gradients of the size for which loss scales are chosen.
+        # As in LoraTrainOneStepCell, gradients have the size for which loss scales are chosen.
         positions = float(inputs[0].shape[0] * inputs[0].shape[-1])
         scale = Tensor(self.scale_sense / positions, mstype.float32)
         totals, counts, gradients = self.token_gradients(scale, *inputs)
@@ -403,7 +403,7 @@ class StackedTrainOneStepCell(StackedStep):
 
 
 def _transient(name, value):
-    """Returns a parameter that describes a step and is not state of the run."""
+    """Returns a parameter that describes a step and is not part of the run's state."""
     return Parameter(Tensor(value, mstype.float32), name=f"{TRANSIENT}{name}", requires_grad=False)
 
 

@@ -1,1 +1,1 @@
-"""The train step: micro-batches, learning rates, packed rows, steps that are skipped."""
+"""The train step: micro-batches, learning rates, packed rows and skipped steps."""

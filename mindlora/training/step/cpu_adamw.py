@@ -1,4 +1,4 @@
-"""MindFormers' AdamW by one kernel for each parameter, where it is a dozen, for two of which MindSpore keeps tables."""
+"""MindFormers' AdamW in one kernel per parameter, instead of a dozen, for two of which MindSpore keeps tables."""
 
 from typing import Tuple
 
@@ -8,15 +8,15 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 _adamw = ops.MultitypeFuncGraph("cpu_adamw")
-# It holds no parameter: all of them share it.
+# The operator has no parameters of its own, so all updates share it.
 _adam = ops.Adam()
 
 
 class CpuAdamW(AdamW):
-    """AdamW (Loshchilov and Hutter, 2019), by MindSpore's kernel of Adam, of parameters in float32.
+    """AdamW (Loshchilov and Hutter, 2019) for float32 parameters, by MindSpore's Adam kernel.
 
-    MindFormers' step t is p <- (1 - lr d) p - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps). The kernel's is
-    p <- p - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps'), the same with eps' = eps sqrt(1 - b2^t).
+    MindFormers' step t is p <- (1 - lr d) p - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps). The kernel's step is p
+    <- p - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps'), the same with eps' = eps sqrt(1 - b2^t).
     """
 
     def construct(self, gradients: Tuple[Tensor, ...]) -> Tuple[bool, ...]:
@@ -47,9 +47,9 @@ def _update(power1, power2, beta1, beta2, eps, rate, decay, weight, gradient, me
 
 
 def use_cpu_adamw(optimizer: nn.Optimizer) -> None:
-    """Makes MindFormers' AdamW a CpuAdamW, in place, on a CPU in graph mode, if all that it trains is float32."""
+    """Turns MindFormers' AdamW into a CpuAdamW, in place, on a CPU in graph mode, if all its parameters are float32."""
     if ms.get_context("device_target") != "CPU" or ms.get_context("mode") != ms.GRAPH_MODE:
         return
     if type(optimizer) is AdamW and all(parameter.dtype == mstype.float32 for parameter in optimizer.parameters):
-        # Settings and states stay, and so does the instance, which callbacks know.
+        # Settings and states stay, and so does the instance, to which callbacks refer.
         optimizer.__class__ = CpuAdamW

@@ -14,7 +14,7 @@ KEY = "loraplus_lr_ratio"
 
 @MindFormerRegister.register(MindFormerModuleType.LR, legacy=True)
 class LoraPlusLR(ScaledSchedule):
-    """ratio times a schedule of MindFormers or MindSpore, for grouped_lr_schedule.
+    """A schedule of MindFormers or MindSpore times a ratio, for grouped_lr_schedule.
 
     Args:
         schedule (str): The schedule's type, as in lr_schedule.

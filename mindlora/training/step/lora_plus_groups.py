@@ -14,7 +14,7 @@ from mindlora.training.step.rate_factor import ScaledSchedule
 
 LORA_B = PARAMETERS["B"]
 _FAST_PARTS = dict.fromkeys(part for variant in (LORA, *VARIANTS) for part in variant.fast_parts)
-# Ends of the names of the parameters that learn faster.
+# Endings of the names of parameters that learn faster.
 FASTER = tuple(PARAMETERS[part] for part in _FAST_PARTS)
 
 
@@ -26,12 +26,12 @@ def lora_plus_groups(
 ) -> List[dict]:
     """Returns the trainable parameters of ``network`` in groups for a MindSpore optimizer: lr(B) = ratio lr(A).
 
-    B and DoRA's magnitudes are in the faster group; A and everything else that trains are in the other.
+    B and DoRA's magnitudes are in the faster group; A and all other trainable parameters are in the other.
 
     Args:
         network (nn.Cell): A network with LoRA whose base has been frozen (see freeze_base).
-        learning_rate (float, list, Tensor or LearningRateSchedule): The learning rate of A: one number for all steps,
-            one for each step (a list, or a Tensor of shape [steps]), or a schedule.
+        learning_rate (float, list, Tensor or LearningRateSchedule): The learning rate of A: a number for all steps, one
+            number per step (a list, or a Tensor of shape [steps]), or a schedule.
         ratio (float): The learning rate of B divided by that of A; at least 1. Default: 16, which the paper recommends.
         weight_decay (float): Weight decay of both groups. Default: 0.0.
 
@@ -40,7 +40,7 @@ def lora_plus_groups(
 
     Raises:
         ConfigError: ratio is not a number of at least 1, or learning_rate has another type.
-        LoraError: The network has no B that is trained.
+        LoraError: The network has no trainable B.
 
     Source: Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024.
     """
@@ -59,7 +59,7 @@ def lora_plus_groups(
 
 
 def fast_parameters(network: nn.Cell) -> Set[int]:
-    """Returns the ids of the parameters of adapters that LoRA+ speeds up."""
+    """Returns the ids of adapter parameters that LoRA+ speeds up."""
     fast: Set[int] = set()
     for _, cell in lora_cells(network):
         fast |= {id(parameter) for part, parameter in cell.parts().items() if part in cell.variant.fast_parts}

@@ -1,4 +1,4 @@
-"""Packed data in a MindFormers run: how it is recognized, and what keeps the examples of a row apart."""
+"""Packed data in a MindFormers run: recognizes it, and keeps the examples of a row apart."""
 
 from typing import Any, Dict, Optional, Tuple
 
@@ -20,23 +20,23 @@ from mindlora.training.log import logger
 from mindlora.training.model.mcore_model import gpt_model_of
 from mindlora.training.model.network import base_of, innermost, wrapped_in
 
-# The attention mask of packed rows: no example of a row sees another one.
+# The attention mask of packed rows: no example of a row sees another.
 
 _MASKED = -10000.0
 
 
 class SegmentMask(nn.Cell):
-    """Adds to a causal mask that tokens of different examples do not see each other.
+    """Extends a causal mask so that tokens of different examples do not see each other.
 
     Every ``boundary`` token begins an example, so the number of an example within its row is the count of boundary
     tokens up to a position, ``segment[i] = sum_{k <= i} (tokens[k] == boundary)``, and position i sees position j only
     if the causal mask lets it and ``segment[i] == segment[j]``: a block-diagonal mask (Krell et al., 2021). Positions
-    need not be counted again in each example where only their difference matters, as with rotary embeddings.
+    need not restart in each example if only their difference matters, as with rotary embeddings.
 
     ``causal_mask`` is MindFormers' LowerTriangularMaskWithDynamic, CausalMaskGenerate of an mcore model with flash
     attention, or any cell that makes a mask [batch, 1, N, N] from tokens, int32 [batch, N]. In uint8, 1 masks and 0
-    does not (flash attention); in any other dtype the mask is added to the scores, and -10000 masks. The result has
-    its shape and dtype.
+    does not (flash attention); in any other dtype, the mask is added to the scores, and -10000 masks. The result has
+    the causal mask's shape and dtype.
     """
 
     def __init__(self, causal_mask: nn.Cell, boundary: int):
@@ -51,17 +51,17 @@ class SegmentMask(nn.Cell):
 def _apart(mask: Tensor, segment: Tensor) -> Tensor:
     """Returns a mask [batch, 1, N, N] that also hides tokens of other segments, int32 [batch, N]."""
     different = (segment.expand_dims(2) != segment.expand_dims(1)).expand_dims(1)
-    # Not by where: in the semi-automatic parallel modes, MindSpore's Select broadcasts nothing.
+    # Not with where: in the semi-automatic parallel modes, MindSpore's Select does not broadcast.
     if mask.dtype == mstype.uint8:
         return ops.logical_or(mask.astype(mstype.bool_), different).astype(mask.dtype)
     return ops.minimum(mask, different.astype(mask.dtype) * _MASKED)
 
 
 class SegmentEnds(nn.Cell):
-    """Tells a PyNative model where the examples of packed rows end, which its flash attention takes in place of a mask.
+    """Passes a PyNative model the ends of packed examples, which its flash attention takes instead of a mask.
 
-    MindFormers calls them actual_seq_len. Examples begin as in SegmentMask, and each row begins one: the ends count
-    through the tokens of all rows, one row after the other. ``before`` is a hook before MindFormers' GPTModel.
+    MindFormers calls them actual_seq_len. Examples begin as in SegmentMask, and at the start of each row: the ends
+    count the tokens of all rows, one row after another. ``before`` is a forward pre-hook of MindFormers' GPTModel.
     """
 
     def __init__(self, boundary: int):
@@ -74,42 +74,42 @@ class SegmentEnds(nn.Cell):
         return Tensor(np.append(np.flatnonzero(begins)[1:], begins.size).astype(np.int32))
 
     def before(self, _: nn.Cell, arguments: Tuple, keywords: Dict[str, Any]) -> Tuple[Tuple, Dict[str, Any]]:
-        """Returns the arguments of the model, and the ends among them, unless the data has a column of them."""
+        """Adds the ends to the model's arguments, unless the data has a column of ends."""
         if keywords.get(ENDS) is not None:
             return arguments, keywords
         tokens = arguments[0] if arguments else keywords["input_ids"]
         return arguments, {**keywords, ENDS: self(tokens)}
 
 
-# Rows packed anew in each step: the position of each token in its sequence says where sequences begin, and no token of
-# theirs does. So their tokens may be any, padding among them, and each has the angles that it has alone.
+# Rows that are packed anew in each step: each token's position in its sequence, not a boundary token, says where
+# sequences begin. So a sequence may have any tokens, even padding, and its angles are the same as alone.
 
 
 class _OfPositions(nn.Cell):
-    """A cell of a model in the place of one of MindFormers', which in evaluation is as it was.
+    """A cell that replaces one of MindFormers' cells in training, and calls it unchanged in evaluation.
 
     Args:
         plain (Cell): MindFormers' cell.
-        positions (Parameter): int32 [rows, N], from 0 in each sequence, whose numbers rise from one token to the next.
+        positions (Parameter): int32 [rows, N], rising by one from 0 in each sequence.
     """
 
     def __init__(self, plain: nn.Cell, positions: Parameter):
         super().__init__(auto_prefix=False)
         self.plain = plain
-        # Past nn.Cell, which would list the parameter among those of the network.
+        # Bypasses nn.Cell, which would register the parameter as the network's.
         self.__dict__["positions"] = positions
 
     def at_positions(self, table: Tensor) -> Tensor:
-        """Returns the rows of a table, [N, size], that belong to the positions: [rows, N, size]."""
+        """Returns the rows of a table, [N, size], at the positions: [rows, N, size]."""
         rows = ops.gather(table, self.positions.reshape((-1,)), 0)
         return rows.reshape((*self.positions.shape, table.shape[1]))
 
 
 class PositionMask(_OfPositions):
-    """The causal mask of tokens of which those of different sequences do not see each other.
+    """A causal mask in which tokens of different sequences do not see each other.
 
     Args:
-        visible (int): A token that ``plain`` does not take for padding.
+        visible (int): A token that ``plain`` does not treat as padding.
     """
 
     def __init__(self, plain: nn.Cell, positions: Parameter, visible: int):
@@ -123,7 +123,7 @@ class PositionMask(_OfPositions):
 
 
 class LlamaPositions(_OfPositions):
-    """Cosines and sines of a legacy Llama's FreqsMgr, [rows, 1, N, size of a head]."""
+    """The cosines and sines of a legacy Llama's FreqsMgr at the positions, [rows, 1, N, size of a head]."""
 
     def construct(self, seq_length: int, seq_chunk: Any = None) -> Tuple[Tensor, Tensor, Tensor]:
         cosines, sines, swap_mask = self.plain(seq_length)
@@ -135,7 +135,7 @@ class LlamaPositions(_OfPositions):
 
 
 class McorePositions(_OfPositions):
-    """Angles of an mcore model's rotary embedding, [N, rows, 1, size of a head], and their scale."""
+    """The angles of an mcore model's rotary embedding at the positions, [N, rows, 1, head size], and their scale."""
 
     def construct(self, seq_length: int, position_ids: Any = None) -> Tuple[Tensor, float]:
         angles, scale = self.plain(seq_length)
@@ -146,10 +146,10 @@ class McorePositions(_OfPositions):
 
 
 def install_positions(network: nn.Cell, rows: int) -> Parameter:
-    """Makes a model in training keep the sequences of its rows apart, in place, each with positions from 0 on.
+    """Makes a model in training keep the sequences of its rows apart, in place, each with positions from 0.
 
-    Returns the positions, which are to be written before the model runs: int32 [rows, seq_length]; now each row is one
-    sequence. In evaluation the model stays what it was.
+    Returns the positions, to be written before the model runs: int32 [rows, seq_length]; initially, each row is one
+    sequence. In evaluation, the model is unchanged.
 
     Raises ConfigError as install_segment_mask does, or if an mcore model makes no mask of its tokens.
     """
@@ -172,15 +172,15 @@ def install_positions(network: nn.Cell, rows: int) -> Parameter:
 
 
 ENDS = "actual_seq_len"
-# Settings of a Llama under which it does not ask casual_mask for the whole mask of its tokens.
+# Settings with which a Llama does not request the complete mask of its tokens from casual_mask.
 _WITHOUT_A_MASK = ("use_attn_mask_compression", "use_eod_attn_mask_compression", "use_ring_attention", "use_past")
 
 
 def boundary_of(data: Data) -> Optional[int]:
     """Returns the token at which the examples of packed rows begin, or None if the data is not packed.
 
-    The data is a MindRecord, several, or a folder of them. Raises ConfigError if a file cannot be read, or one is
-    packed differently from another.
+    The data is one or several MindRecords, or a folder of them. Raises ConfigError if a file cannot be read, or files
+    are packed differently.
     """
     first, *others = mindrecord_files(data) or [None]
     boundary = _boundary_of_file(first) if first else None
@@ -195,7 +195,7 @@ def boundary_of(data: Data) -> Optional[int]:
 
 
 def install_segment_mask(network: nn.Cell, boundary: int) -> None:
-    """Makes a model keep the examples of packed rows apart (see SegmentMask), in place; each begins with ``boundary``.
+    """Makes a model keep packed examples, each beginning with ``boundary``, apart (see SegmentMask), in place.
 
     Raises ConfigError if the model is neither a legacy Llama nor an mcore model, or a setting keeps it from using a
     mask made from its tokens.
@@ -209,7 +209,7 @@ def install_segment_mask(network: nn.Cell, boundary: int) -> None:
 
 
 def _obstacle(network: nn.Cell) -> Tuple[str, str]:
-    """Returns why a model cannot keep the examples of a row apart, and what to do; two empty texts if it can."""
+    """Returns why a model cannot keep a row's examples apart, and the remedy; two empty texts if it can."""
     masks = _maker_of_masks(network)
     if masks is None:
         reason = (
@@ -226,13 +226,13 @@ def _obstacle(network: nn.Cell) -> Tuple[str, str]:
 
 
 def installed_boundary(network: nn.Cell) -> Optional[int]:
-    """Returns the token at which a network takes examples to begin, or None if it does not keep them apart."""
+    """Returns the token with which a network expects examples to begin, or None if it does not keep them apart."""
     parts = (cell for _, cell in network.cells_and_names() if isinstance(cell, (SegmentMask, SegmentEnds)))
     return next((cell.boundary for cell in parts), None)
 
 
 def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
-    """Raises ConfigError if data to evaluate on is packed and the network does not keep its examples apart."""
+    """Raises ConfigError if evaluation data is packed and the network does not keep its examples apart."""
     boundary = boundary_of(dataset_dir)
     if boundary is not None and boundary != installed_boundary(base_of(train_network)):
         raise ConfigError(
@@ -244,7 +244,7 @@ def check_held_out(train_network: nn.Cell, dataset_dir: str) -> None:
 def set_boundary(config: MindFormerConfig) -> None:
     """Sets runner_wrapper.packed_boundary in the YAML if the training data is packed.
 
-    Raises ConfigError if it is, and the train step is not mindlora's, or a setting does not go with the data.
+    Raises ConfigError if packed data meets another train step than mindlora's, or a setting that does not go with it.
     """
     data = YamlRun(config).train_data
     wrapper = config.runner_wrapper
@@ -275,9 +275,9 @@ def set_boundary(config: MindFormerConfig) -> None:
 
 
 def check_eval_data(config: MindFormerConfig) -> None:
-    """Raises ConfigError if MindFormers is to evaluate packed data with a network that would mix the examples of a row.
+    """Raises ConfigError if MindFormers would evaluate packed data with a network that mixes a row's examples.
 
-    If the run trains, set_boundary comes first.
+    In a training run, call set_boundary first.
     """
     if config.run_mode != "eval" and not config.do_eval:
         return
@@ -292,7 +292,7 @@ def check_eval_data(config: MindFormerConfig) -> None:
 
 
 def _check_mcore(run: YamlRun) -> None:
-    """Refuses packed data of ``mindlora data`` where an mcore model gets no mask of its tokens, or a sharded one."""
+    """Refuses packed data of ``mindlora data`` if an mcore model makes no mask of its tokens, or is sharded."""
     if not run.is_mcore:
         return
     settings = [key for key in _WITHOUT_A_MASK if run.model.get(key)]
@@ -313,7 +313,7 @@ def _check_mcore(run: YamlRun) -> None:
 
 
 def _check_ends(config):
-    """Checks packed data whose rows say in actual_seq_len where their examples end, for flash attention."""
+    """Checks packed data with the ends of examples in actual_seq_len, for flash attention."""
     if (config.model.model_config.pet_config or {}).get(FIELD):
         raise ConfigError(
             f"use_eod_attn_mask_compression is True, the data is packed and pet_config has {FIELD}, which finds the "
@@ -334,7 +334,7 @@ def _check_ends(config):
 
 
 def _maker_of_masks(network):
-    """Returns the cell in a network that has the causal mask: a LlamaModel, or a part of a GPTModel; or None."""
+    """Returns the cell that holds the causal mask, a LlamaModel or a part of a GPTModel, or None."""
     mcore = gpt_model_of(network)
     if mcore is not None:
         return mcore.preprocess_labels_and_masks
@@ -342,7 +342,7 @@ def _maker_of_masks(network):
 
 
 def _name(network):
-    """Returns the name of the class of a model, without the wrappers of its adapter."""
+    """Returns the name of a model's class, ignoring adapter wrappers."""
     return type(innermost(network, lambda cell: wrapped_in(cell) is None)).__name__
 
 

@@ -1,4 +1,4 @@
-"""Learning rates times a factor, also one that changes while training without compiling anything again."""
+"""Learning rates times a factor, which may change during training without recompilation."""
 
 from typing import Dict, Union
 
@@ -14,7 +14,7 @@ _NAME = f"{TRANSIENT}learning_rate_factor"
 class ScaledSchedule(LearningRateSchedule):
     """A schedule times a factor: rate(step) = factor schedule(step).
 
-    A factor that is a parameter, float32 [], can change without compiling again.
+    A factor that is a parameter, float32 [], can change without recompilation.
     """
 
     def __init__(self, schedule: nn.Cell, factor: Union[float, Parameter]):
@@ -27,7 +27,7 @@ class ScaledSchedule(LearningRateSchedule):
 
 
 class RateFactor:
-    """Multiplies all learning rates of an optimizer by one factor: the product of what several sources ask for.
+    """A factor of all learning rates of an optimizer: the product of several sources' factors.
 
     The schedules of the optimizer, MindSpore's or MindFormers', are replaced by factored ones.
     """
@@ -43,7 +43,7 @@ class RateFactor:
             distinct = {id(rate): rate for rate in rates}
             self._fixed = [(rate, float(rate.asnumpy())) for rate in distinct.values()]
         elif optimizer.is_group_lr:
-            # Many parameters share a schedule; they share the factored one too.
+            # Parameters that share a schedule share its factored version too.
             factored = {id(rate): ScaledSchedule(rate, self._parameter) for rate in optimizer.learning_rate}
             schedules = [factored[id(rate)] for rate in optimizer.learning_rate]
             optimizer.learning_rate = nn.CellList(schedules, auto_prefix=False)
@@ -56,12 +56,12 @@ class RateFactor:
         return self._parameter
 
     def set(self, source: str, value: float) -> None:
-        """Sets the factor, at least 0, that ``source`` asks for; rates become schedule(step) times all factors."""
+        """Sets the factor of ``source``, at least 0; rates become schedule(step) times all factors."""
         self.factors[source] = float(value)
         product = 1.0
         for factor in self.factors.values():
             product *= factor
-        # Not set_data: what a compiled graph uses in a branch alone would keep the old value.
+        # Not set_data: a parameter used only in a branch of a compiled graph would keep its old value.
         ops.assign(self._parameter, Tensor(product, mstype.float32))
         for rate, value_at_start in self._fixed:
             ops.assign(rate, Tensor(value_at_start * product, mstype.float32))

@@ -1,4 +1,4 @@
-"""Gradients of a batch that is processed in micro-batches, where every counted token or example weighs the same."""
+"""Gradients of a batch processed in micro-batches, in which every counted token or example weighs the same."""
 
 import os
 from typing import Optional, Tuple
@@ -32,26 +32,26 @@ class TokenGradients(nn.Cell):
     """The sum of the losses of all counted tokens of a batch, their number, and the gradients of the sum.
 
     With micro-batches x_1 ... x_K, where network(x_i) = (s_i, n_i): s = s_1 + ... + s_K, n = n_1 + ... + n_K, and
-    ds/dw = ds_1/dw + ... + ds_K/dw. So s / n is the mean over the counted tokens of the batch, whatever K is, while
-    the mean of the means s_i / n_i would give a token more weight the fewer of them its micro-batch has.
+    ds/dw = ds_1/dw + ... + ds_K/dw. So s / n is the mean over the counted tokens of the batch, whatever K is, while the
+    mean of the means s_i / n_i would give more weight to tokens in micro-batches with fewer of them.
 
     Args:
-        network (Cell): Returns the sum of the losses and the number of counted tokens, float32 [] or [1] each; or, if
-            it knows no tokens, a loss alone, which then counts as one token. The number may be the first of several,
-            float32 [M], which are added up over the micro-batches as it is.
-        weights (ParameterTuple): What to differentiate with respect to.
+        network (Cell): Returns the sum of the losses and the number of counted tokens, float32 [] or [1] each; or only
+            a loss, which then counts as one token. The number may be the first of several, float32 [M], all of which
+            are added up over the micro-batches.
+        weights (ParameterTuple): The parameters with respect to which to differentiate.
         micro_batches (int): K; the first dimension of every input must be a multiple of it.
         counts (int): M. Default: 1.
-        losses (int): Where the network returns a vector of sums, float32 [losses], that many; ds is then the sum of all
-            ds_i, and s is not added up. Default: None, it returns one sum.
+        losses (int): The size of s if the network returns a vector of sums, float32 [losses]; ds is then the sum of all
+            ds_i, and s is not added up. Default: None, the network returns one sum.
 
     Inputs:
-        - **scale** (Tensor) - Factor of the gradients, which keeps those of a float16 network from underflowing.
+        - **scale** (Tensor) - Factor of the gradients, which keeps a float16 network's gradients from underflowing.
         - **\\*inputs** (Tensor) - The batch.
 
     Outputs:
-        Tuple (s, n, gradients): float32 [] or [losses], float32 [M] (M is 1 where the network returns one number or
-        none), and a tuple of scale ds/dw in the shapes of the weights, in float32 if there are several micro-batches,
+        Tuple (s, n, gradients): float32 [] or [losses], float32 [M] (M is 1 if the network returns one number or none),
+            and a tuple of scale ds/dw in the shapes of the weights, in float32 if there are several micro-batches,
         otherwise in the dtypes of the weights.
     """
 
@@ -69,7 +69,7 @@ class TokenGradients(nn.Cell):
         self.zero = Tensor(np.zeros(self.shape), mstype.float32)
         self.one = Tensor(1, mstype.float32)
         self.first = Tensor(0, mstype.int32)
-        # MindSpore's dry run computes nothing, so that a loop on the device would never end there.
+        # MindSpore's dry run computes nothing, so a loop on the device would never end.
         self.loops = not os.environ.get("MS_SIMULATION_LEVEL")
 
     def construct(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
@@ -86,15 +86,15 @@ class TokenGradients(nn.Cell):
         index = self.first
         if not self.loops:
             return self.with_micro_batch(sums, scale, micro_batches, index)
-        # A loop in the graph, and not K copies of the network: it compiles as fast as one micro-batch, and the
-        # activations of only one are in memory.
+        # A loop in the graph instead of K copies of the network: it compiles as fast as one micro-batch, and only one
+        # micro-batch's activations are in memory.
         while index < self.micro_batches:
             sums = self.with_micro_batch(sums, scale, micro_batches, index)
             index = index + 1
         return sums
 
     def with_micro_batch(self, sums: tuple, scale: Tensor, micro_batches: tuple, index: Tensor) -> tuple:
-        """Returns (s, n, gradients) with those of micro-batch ``index`` added."""
+        """Returns (s, n, gradients) with the results of micro-batch ``index`` added."""
         total, count, gradients = sums
         part = ()
         for x in micro_batches:
@@ -103,7 +103,7 @@ class TokenGradients(nn.Cell):
         return total + part_total, count + part_count, self.map(_add_float32, gradients, part_gradients)
 
     def of_micro_batch(self, scale: Tensor, *inputs: Tensor) -> Tuple[Tensor, Tensor, tuple]:
-        """Returns what construct does, for one micro-batch."""
+        """Returns the outputs of construct for one micro-batch."""
         outputs = self.network(*inputs)
         if isinstance(outputs, tuple):
             total, count = outputs

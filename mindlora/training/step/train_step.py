@@ -40,7 +40,7 @@ _sum_of_squares = ops.MultitypeFuncGraph("sum_of_squares")
 
 @_not_finite.register("Tensor")
 def _count_not_finite(gradient):
-    """Returns how many elements are NaN or infinite: float32, shape []."""
+    """Returns the number of NaN or infinite elements: float32, shape []."""
     return ops.logical_not(ops.isfinite(gradient)).astype(mstype.float32).sum()
 
 
@@ -55,19 +55,19 @@ def _square_and_sum(gradient):
 
 
 class StepRecord(NamedTuple):
-    """What a train step measured, over all ranks.
+    """The measurements of a train step, over all ranks.
 
     Attributes:
         loss (float): Mean loss of the counted tokens, in nats; NaN if there are none.
         gradient_norm (float or None): Norm of the gradient before clipping.
         tokens (float or None): Counted tokens of all micro-batches of all ranks; None if the network does not count.
         skipped (bool): Whether the step changed nothing.
-        stop (bool): Whether some rank has asked to stop.
-        learning_rate (float or None): The rate that was used, or would have been in a skipped step.
-        measures (dict or None): What else is reported of a step that learns from preferences (preference_measures),
-            where the loss is a mean over examples, or from rewards; then the tokens are those of the answers.
-        loss_falls (bool): Whether the loss falls as the model learns; that of a policy, whose gradient alone means
-            something, need not.
+        stop (bool): Whether a rank has requested a stop.
+        learning_rate (float or None): The rate that was used, or would have been used in a skipped step.
+        measures (dict or None): Further measures of a step that learns from preferences (preference_measures), in which
+            the loss is a mean over examples, or from rewards; the tokens are then those of the answers.
+        loss_falls (bool): Whether the loss falls as the model learns; a policy's loss, of which only the gradient is
+            meaningful, need not.
     """
 
     loss: float
@@ -81,49 +81,49 @@ class StepRecord(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token of the step counted, so that there was nothing to learn."""
+        """Whether no token of the step counted, so that it had nothing to learn."""
         return self.tokens == 0
 
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
 class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
-    """A train step for CPUs as well as for Ascend, alone or data parallel.
+    """A train step for CPUs as well as for Ascend, on one device or data parallel.
 
-    The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this one. A
-    step is skipped, so that neither a weight, a moment nor the learning rate's step changes, if a gradient overflows on
-    any rank, if the loss or the norm of the gradient exceeds its limit, or if no token of it counts. The learning rate
-    is that of the schedule times a factor (set_rate_factor).
+    The loss is the mean over the counted tokens of all micro-batches of all ranks, and every rank reports this mean. A
+    step is skipped, which changes neither weights, moments nor the learning rate's step, if a gradient overflows on any
+    rank, if the loss or the gradient norm exceeds its limit, or if none of its tokens counts. The learning rate is the
+    schedule's rate times a factor (set_rate_factor).
 
-    In the semi-automatic parallel modes, and where MindFormers dumps local norms, the step is MindFormers' own, and
-    what is said above does not hold, but that a step of which no token counts is skipped: its loss is 0. MindFormers
-    detects overflow with kernels that only Ascend has. On any other device, this cell reports an overflow if an element
-    of a gradient is NaN or infinite, as those kernels do, or so large that the norm is.
+    In the semi-automatic parallel modes, and when MindFormers dumps local norms, the step is MindFormers' own, and none
+    of the above holds, except that a step without counted tokens, whose loss is 0, is skipped. MindFormers detects
+    overflow with kernels that only Ascend has. On other devices, this cell reports an overflow if an element of a
+    gradient is NaN or infinite, as those kernels do, or so large that the norm is not finite.
 
     Args:
         network (Cell): As for mindformers.wrapper.MFTrainOneStepCell.
         optimizer (Optimizer): Likewise.
-        micro_batches (int): Into how many equal parts a batch is split, one after the other, whose gradients are added
-            up. mindlora-run sets it from runner_config.gradient_accumulation_steps. Default: 1.
+        micro_batches (int): Number of equal parts into which a batch is split; their gradients are added up, one part
+            after another. mindlora-run sets it from runner_config.gradient_accumulation_steps. Default: 1.
         gradient_exchange (str or dict): How data-parallel processes exchange gradients: see docs/exchange.md.
             Default: "dense".
         record_gradient_norms (bool): Whether gradient_norms() is available. Default: False.
-        rank_budget (bool): Whether AdaLoRA's ranks are allocated, as the callback RankBudget plans it. mindlora-run
+        rank_budget (bool): Whether AdaLoRA's ranks are allocated, as planned by the callback RankBudget. mindlora-run
             sets it. Default: False.
-        packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another
-            one. mindlora-run sets it from the data. Default: None, the rows are not packed.
-        preference (dict, optional): What the run learns from preferences: the fields of PreferenceSettings. Default:
+        packed_boundary (int, optional): Token at which the examples of packed rows begin; no example then sees another.
+            mindlora-run sets it from the data. Default: None, the rows are not packed.
+        preference (dict, optional): How the run learns from preferences: the fields of PreferenceSettings. Default:
             None, it learns the labels.
-        loss_in_pieces (bool or int): Whether the logits and the loss are computed for some tokens at a time, and no
-            logits of all tokens are made (see LabelLosses), where the model's head is a linear cell, with plain LoRA or
-            without; or for how many tokens. Default: True, as many as tokens_at_once says.
+        loss_in_pieces (bool or int): Whether to compute logits and loss for some tokens at a time, without ever making
+            the logits of all tokens (see LabelLosses), if the model's head is a linear cell, with or without plain
+            LoRA; or the number of tokens in a piece. Default: True, the number from tokens_at_once.
         **kwargs: As for mindformers.wrapper.MFTrainOneStepCell.
 
     Outputs:
-        As in MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, which the step has with and
-        without use_clip_grad; MindFormers' own step returns the first four without it.
+        As in MFTrainOneStepCell: loss, overflow, loss scale, learning rate, global norm, the last of which is there
+        even without use_clip_grad; MindFormers' own step then returns only the first four.
 
     Raises:
-        ConfigError: An argument is out of range, or cannot hold in the parallel mode.
+        ConfigError: An argument is out of range, or not supported in the parallel mode.
     """
 
     was_compiled = False
@@ -144,10 +144,10 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         rate = RateFactor(optimizer)
         use_cpu_adamw(optimizer)
         if gpt_model_of(network) is not None:
-            # A model without adapters, which pet_config has not given them, trains on a CPU too.
+            # A model to which pet_config has given no adapters trains on a CPU too.
             use_mcore_cpu_cells(network)
         super().__init__(network, optimizer, **kwargs)
-        # MFTrainOneStepCell has copied the schedules, and a copy would not see the factor change.
+        # MFTrainOneStepCell has copied the schedules, and a copy would not see changes of the factor.
         self.learning_rate = optimizer.learning_rate
         self.rate = rate
         self.rate_factor = rate.parameter
@@ -184,7 +184,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
             self.unflatten = layout.unflatten
             self.exchange = _exchange(gradient_exchange, layout)
             self.sum_over_ranks = ops.AllReduce()
-        # What callbacks set and read between two steps.
+        # Values that callbacks set and read between two steps.
         self.record = _transient("record", np.zeros(6))
         self.limits = _transient("limits", np.full(2, np.inf))
         self.stop_request = _transient("stop_request", np.zeros(()))
@@ -193,7 +193,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         self.records_norms = record_gradient_norms
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the step; what the compiler has freed does not stay beside what the first step needs."""
+        """Compiles the step, and returns the compiler's freed memory to the system before the first step."""
         super().compile(*args, **kwargs)
         # MindSpore calls this before every step.
         if not self.was_compiled:
@@ -201,26 +201,26 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
             give_back_freed_memory()
 
     def _gradients(self, network, micro_batches, counts):
-        """Returns the cell that gives the sum of a batch's losses, how many there are, and the gradients of the sum."""
+        """Returns the cell that computes the sum of a batch's losses, their number, and the gradients of the sum."""
         return TokenGradients(self._model(network), self.weights, micro_batches, counts)
 
     def _model(self, network):
-        """Returns what is differentiated: it gives the sum of losses and how many there are."""
+        """Returns the cell to differentiate, which returns the sum of losses and their number."""
         if self.learns_preferences:
             return preference_loss(self.network, self.preference)
         self.counts_tokens = not self.is_mindformers_step and count_tokens_in_loss(network)
         if self.use_legacy:
             return self.network
-        # A model without adapters has no wrapper of mindlora's, which takes the rows that mindlora data writes.
+        # A model without adapters lacks mindlora's wrapper, which takes the rows that mindlora data writes.
         adapted = next(lora_cells(network), None)
         return McoreLoss(self.network, self.counts_tokens, None if adapted else rows_of(base_of(network)))
 
     def construct(self, *inputs: Tensor) -> Tuple:
         if self.is_mindformers_step:
             outputs = super().construct(*inputs)
-            # Without clipping its norm is None, which MindSpore has Python make on the host, in every step.
+            # Without clipping, the step's norm is None, which MindSpore makes in Python on the host, in every step.
             return outputs if self.use_clip_grad or self.local_norm else outputs[:4]
-        # A mean over the positions of a batch has gradients of the size for which loss scales are chosen.
+        # Loss scales are chosen for gradients of a mean over the positions of a batch.
         positions = self.positions(inputs)
         total, sums, gradients = self.token_gradients(self.scale_sense / positions, *inputs)
         status, scale = self.start_overflow_check(total, self.scale_sense)
@@ -229,7 +229,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         if self.exchange is not None:
             elsewhere = ops.addn(self.hyper_map(_not_finite, gradients))
             total, elsewhere, stop, sums = self.of_all_ranks(total, elsewhere, stop, sums)
-        # If no token counts, the loss has no mean: it is NaN, which skips the step, and the gradient is 0.
+        # If no token counts, the mean loss is NaN, which skips the step, and the gradient is 0.
         count = ops.maximum(sums[0], self.one)
         loss = ops.select(self.learned_from(sums) > 0.5, total / count, self.no_loss)
         gradients = self.hyper_map(ops.partial(_scaled, positions / (scale * count)), gradients)
@@ -265,13 +265,13 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return loss, overflow, scale, learning_rate, global_norm
 
     def learned_from(self, sums: Tensor) -> Tensor:
-        """Returns how many tokens the step learns from, where they are counted: float32 []."""
+        """Returns the number of tokens from which the step learns, if counted: float32 []."""
         return answer_tokens(sums) if self.learns_preferences else sums[0]
 
     def overflows(self, status: Tensor, gradients: Tuple[Tensor, ...], norm: Tensor, elsewhere: Any) -> Tensor:
-        """Returns whether a gradient has overflowed, here or, by a number that is not 0, ``elsewhere``: bool []."""
+        """Returns whether a gradient has overflowed, here or on another rank (``elsewhere`` is not 0): bool []."""
         if self.checks_values:
-            # The norm over all ranks tells as much as each gradient, for which there would be three operators more.
+            # The norm over all ranks says as much as each gradient, which would need three more operators.
             overflow = ops.logical_not(ops.isfinite(norm))
         else:
             overflow = self.get_overflow_status(status, gradients)
@@ -280,7 +280,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return overflow
 
     def clipped(self, gradients: Tuple[Tensor, ...], norm: Tensor) -> Tuple[Tensor, ...]:
-        """Returns the gradients, of this norm, scaled to max_grad_norm if the norm is above; as ClipGradNorm does."""
+        """Returns the gradients, scaled to max_grad_norm if their norm is larger, as ClipGradNorm does."""
         most = self.clip_grad_norm.clip_norm
         factor = ops.minimum(most / (ops.maximum(norm, most) + 1e-6), self.one)
         return self.hyper_map(ops.partial(_scaled, factor), gradients)
@@ -291,7 +291,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return summed[0], summed[1], summed[2], summed[3:]
 
     def update(self, loss: Tensor, gradients: Tuple[Tensor, ...], residual: Optional[Tensor]) -> Tensor:
-        """Updates the weights, and what follows from the update; returns ``loss``, once all of it is done."""
+        """Updates the weights and everything that depends on the update; then returns ``loss``."""
         loss = ops.depend(loss, self.optimizer(gradients))
         if self.rank_budget is not None:
             loss = ops.depend(loss, self.rank_budget(gradients))
@@ -300,14 +300,14 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return loss
 
     def positions(self, inputs: Tuple[Tensor, ...]) -> float:
-        """Returns how many tokens, or examples, the loss of a batch could count at most: a constant of the shape."""
+        """Returns the maximum number of tokens or examples in a batch's loss: a constant of the shape."""
         if self.learns_preferences:
             marks = inputs[3]
             return float(marks.shape[0] * marks.shape[1])
         return float(inputs[0].shape[0] * inputs[0].shape[1]) if self.counts_tokens else float(self.micro_batches)
 
     def exceeds_limits(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Returns whether the loss or the norm of the gradient is above its limit, or not finite: bool []."""
+        """Returns whether the loss or the gradient norm is above its limit or not finite: bool []."""
         within = ops.logical_and(loss <= self.limits[0], norm <= self.limits[1])
         within = ops.logical_and(within, ops.logical_and(ops.isfinite(loss), ops.isfinite(norm)))
         if self.use_skip_data_by_global_norm:
@@ -315,7 +315,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return ops.logical_not(within)
 
     def current_rate(self) -> Tensor:
-        """Returns the learning rate of this step, of several groups the default one's: float32 []."""
+        """Returns the learning rate of this step, with several groups the default group's: float32 []."""
         rate = self.learning_rate
         step = self.optimizer.global_step
         if self.optimizer.dynamic_lr:
@@ -333,8 +333,8 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
             rate = rate[-1]
         return rate.reshape(())
 
-    # MindFormers' step calls the next three in turn, each with what the one before it returned: the loss comes along,
-    # and the last one decides whether the step is skipped.
+    # MindFormers' step calls the next three methods in turn, each with the previous one's result: the loss is passed
+    # along, and the last method decides whether the step is skipped.
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> Tuple[Any, Any]:
         """Returns a cleared overflow status, and ``compute_input``; ``pre_cond`` is the loss."""
@@ -355,8 +355,8 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
     def process_loss_scale(self, overflow: Any) -> Tensor:
         """Returns whether a gradient has overflowed, which lowers the loss scale.
 
-        In MindFormers' step, where tokens are not counted, the answer is yes for a loss of 0 too, which lowers nothing:
-        no token counts, and the update would change the weights by the moments alone.
+        In MindFormers' step, which does not count tokens, a loss of 0 also returns True, but does not lower the scale:
+        no token counts, and the update would change the weights only by the moments.
         """
         if not self.is_mindformers_step:
             return self._lower_loss_scale(overflow)
@@ -364,13 +364,13 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return ops.logical_or(self._lower_loss_scale(overflowed), (loss == 0).all())
 
     def _lower_loss_scale(self, overflowed: Tensor) -> Tensor:
-        """Does what the method of the base class does: in graph mode super() of a subclass would call the one above."""
+        """Repeats the base class's method: in graph mode, super() in a subclass would call the method above."""
         if self.loss_scaling_manager is None:
             return overflowed
         return self.loss_scaling_manager(self.scale_sense, overflowed)
 
     def set_rate_factor(self, source: str, value: float) -> None:
-        """Sets the factor of the learning rate that ``source`` asks for; the product of all sources' factors holds."""
+        """Sets the learning-rate factor of ``source``; the product of all sources' factors applies."""
         self.rate.set(source, value)
 
     @property
@@ -379,15 +379,15 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
         return dict(self.rate.factors)
 
     def set_limits(self, loss: float, gradient_norm: float) -> None:
-        """Sets above which loss, or norm of the gradient before clipping, a step is skipped; infinity for no limit."""
+        """Sets the loss and the gradient norm before clipping above which a step is skipped; infinity for no limit."""
         ops.assign(self.limits, Tensor(np.array([loss, gradient_norm], np.float32)))
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop: the record of the next step has ``stop`` set on each of them."""
+        """Requests that all ranks stop: the next step's record has ``stop`` set on every rank."""
         ops.assign(self.stop_request, Tensor(1, mstype.float32))
 
     def last_record(self) -> StepRecord:
-        """Returns what the last step measured, the same on every rank."""
+        """Returns the measurements of the last step, the same on every rank."""
         loss, norm, count, skipped, stop, rate = (float(value) for value in self.record.asnumpy())
         # MindFormers' losses add 1e-8 to the number of tokens.
         tokens, measures = (float(round(count)) if self.counts_tokens else None), None
@@ -409,7 +409,7 @@ class LoraTrainOneStepCell(CompiledOnce, MFTrainOneStepCell):
 
 
 def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
-    """Returns the exchange of one of several data-parallel processes, as ``gradient_exchange`` of the YAML says."""
+    """Returns the exchange of one of several data-parallel processes, from the YAML's ``gradient_exchange``."""
     ranks = Ranks(get_rank(), get_group_size())
     exchange = make_exchange(exchange_settings(setting), layout, ranks, get_local_rank_size())
     logger.info(
@@ -424,7 +424,7 @@ def _exchange(setting: Union[str, Mapping], layout: FlatLayout) -> Exchange:
 
 
 def _budget(network, weights, allocates):
-    """Returns what allocates AdaLoRA's ranks, or None for a network without it."""
+    """Returns the cell that allocates AdaLoRA's ranks, or None for a network without AdaLoRA."""
     if allocates_ranks(network) and not allocates:
         raise ConfigError(
             "The network has cells of AdaLoRA, whose ranks this train step would not allocate. Start "
@@ -443,5 +443,5 @@ def _refuse(mode, **settings):
 
 
 def _transient(name, value):
-    """Returns a parameter that describes a step and is not state of the run."""
+    """Returns a parameter that describes a step and is not part of the run's state."""
     return Parameter(Tensor(value.astype(np.float32)), name=f"{TRANSIENT}{name}", requires_grad=False)

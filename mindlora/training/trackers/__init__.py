@@ -1,1 +1,1 @@
-"""Runs sent to TensorBoard, SwanLab, Weights & Biases and MLflow: what metrics.jsonl records, at its step."""
+"""Sends the records of metrics.jsonl, each at its step, to TensorBoard, SwanLab, Weights & Biases and MLflow."""

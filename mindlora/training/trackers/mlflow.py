@@ -1,4 +1,4 @@
-"""MLflow. Its environment variables hold, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME for instance."""
+"""MLflow. Its environment variables apply, for instance MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
 import os
 import threading
@@ -7,9 +7,9 @@ from typing import Any, Mapping, Sequence
 
 from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text, flattened
 
-# What a server takes at once, and how long a parameter may be.
+# Limits of a server: metrics per request, and the length of a parameter.
 _METRICS, _PARAMETERS, _LENGTH = 1000, 100, 500
-# Adapters that train side by side begin side by side.
+# Adapters that train side by side begin their runs concurrently.
 _ONE_BEGINS = threading.Lock()
 
 
@@ -29,7 +29,7 @@ class MLflow(Tracker):
         return self.run_id
 
     def _new_run(self, run):
-        """Returns the id of a run that is made in the experiment, which is made if there is none of that name."""
+        """Creates a run in the experiment, which is created if it does not exist, and returns the run's id."""
         tags = dict.fromkeys(run.tags, "true")
         group = run.group_or(None)
         if group:

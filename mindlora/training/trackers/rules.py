@@ -1,4 +1,4 @@
-"""What the callback Trackers is asked for, checked, and what is wrong with it in a YAML of either Trainer."""
+"""Checks of the callback Trackers and its settings, in a YAML of either Trainer."""
 
 import inspect
 from typing import Any, Iterator, Mapping, Tuple
@@ -8,18 +8,18 @@ from mindlora.core.text import shown, suggestion
 from mindlora.run.checks.finding import Finding, error
 from mindlora.run.yaml_run import YamlRun
 
-# trackers.py has the class of each.
+# trackers.py has each one's class.
 NAMES = ("tensorboard", "swanlab", "wandb", "mlflow")
 
 
 def check_trackers(run: YamlRun) -> Iterator[Finding]:
-    """Yields an error for what is wrong with each Trackers in the callbacks of a YAML of graph mode."""
+    """Yields the errors of each Trackers in the callbacks of a YAML of graph mode."""
     for where, node in run.callbacks_of("Trackers"):
         yield from _check(where, node)
 
 
 def check_pynative_trackers(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields an error for what is wrong with each Trackers in a YAML of the PyNative Trainer."""
+    """Yields the errors of each Trackers in a YAML of the PyNative Trainer."""
     for node in config.get("callbacks") or []:
         if isinstance(node, Mapping) and node.get("type") == "Trackers":
             yield from _check("callbacks.Trackers", node)
@@ -39,14 +39,14 @@ def _check(where: str, node: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def tracker_names(report_to: Any, key: str = "report_to") -> Tuple[str, ...]:
-    """Returns the names of trackers that ``report_to`` has, one name or a list, each once.
+    """Returns the names of trackers in ``report_to``, one name or a list, without duplicates.
 
     Args:
         report_to (str or list of str): Some of NAMES.
-        key (str): What it is called where it stands. Default: "report_to".
+        key (str): The key's name, for the error. Default: "report_to".
 
     Raises:
-        ConfigError: It is something else, names nothing or an unknown tracker.
+        ConfigError: ``report_to`` has another type, is empty, or names an unknown tracker.
     """
     names = [report_to] if isinstance(report_to, str) else report_to
     if not isinstance(names, (list, tuple)) or not names:
@@ -60,7 +60,7 @@ def tracker_names(report_to: Any, key: str = "report_to") -> Tuple[str, ...]:
 def check_settings(
     report_to: Any, project: Any = None, name: Any = None, tags: Any = (), adapter: Any = None
 ) -> Tuple[str, ...]:
-    """Returns the names of trackers in ``report_to``, as tracker_names does, of the settings of a callback Trackers.
+    """Checks the settings of a callback Trackers, and returns tracker_names of ``report_to``.
 
     Raises:
         ConfigError: A setting has a wrong value.

@@ -1,6 +1,6 @@
-"""SwanLab. Its environment variables hold, SWANLAB_MODE=offline and SWANLAB_LOG_DIR for instance.
+"""SwanLab. Its environment variables apply, for instance SWANLAB_MODE=offline and SWANLAB_LOG_DIR.
 
-It tracks one run in a process: adapters that train side by side share it, each with its name before its numbers.
+It tracks one run per process: adapters that train side by side share the run, each with its name as a prefix.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from mindlora.training.trackers.tracker import TrackedRun, Tracker, as_text
 
 @contextlib.contextmanager
 def _keeping_interrupts() -> Iterator[None]:
-    """Leaves Ctrl-C to GracefulStop: SwanLab's handler would end its run, which goes on until the step is saved."""
+    """Leaves Ctrl-C to GracefulStop: SwanLab's handler would end its run before the step is saved."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -26,9 +26,9 @@ def _keeping_interrupts() -> Iterator[None]:
 
 class SwanLab(Tracker):
     package = "swanlab"
-    # It sets handlers of signals, and puts back those of before.
+    # SwanLab installs signal handlers, and later restores the former ones.
     on_main_thread = True
-    # The adapters that send to the run of the process.
+    # The adapters that send to the process's run.
     sharing: ClassVar[Set[Optional[str]]] = set()
 
     def begin(self, run: TrackedRun) -> str:

@@ -1,6 +1,6 @@
 """TensorBoard: event files in the folder tensorboard/ beside metrics.jsonl.
 
-It has no place for report.html. It gets a text with the last figures and where the page is instead, and the
+TensorBoard cannot hold report.html. Instead, it gets a text with the last figures and the page's path, and the
 configuration as hyperparameters, by which its tab HPARAMS compares runs.
 """
 
@@ -20,10 +20,10 @@ class TensorBoard(Tracker):
     def begin(self, run: TrackedRun) -> str:
         from tensorboardX import SummaryWriter
 
-        # From this step on, TensorBoard hides what an earlier try wrote.
+        # From this step on, TensorBoard hides the data of an earlier attempt.
         first = run.step + 1 if run.id else 0
         folder = os.path.join(run.directory, FOLDER)
-        # Else a run that goes on within the same second writes over the file.
+        # Otherwise, a run resumed within the same second would overwrite the file.
         self.writer = SummaryWriter(folder, purge_step=first, filename_suffix=f".{run.step}")
         self.step = run.step
         self.settings: Dict[str, Any] = {}
@@ -58,11 +58,11 @@ class TensorBoard(Tracker):
         table = "\n".join(["| | last | at step |", "| --- | --- | --- |", *rows])
         text = f"The page of the run, with its curves and answers: `{os.path.abspath(path)}`\n\n{table}"
         self.writer.add_text("report", text, max((step for step, _ in self.last.values()), default=self.step))
-        # It takes numbers, flags and texts, and leaves None out.
+        # TensorBoard takes numbers, flags and texts, and leaves out None.
         plain = (bool, int, float, type(None))
         settings = {key: value if isinstance(value, plain) else str(value) for key, value in self.settings.items()}
         experiment, started, _ = hparams(settings, dict.fromkeys(self.last, 0))
-        # The last one would say that the run has succeeded.
+        # The final summary would say that the run has succeeded.
         for summary in (experiment, started):
             self.writer.file_writer.add_summary(summary)
         self.writer.flush()

@@ -1,4 +1,4 @@
-"""What every tracker gets from a run."""
+"""The interface of trackers, and what they get from a run."""
 
 import dataclasses
 import importlib.util
@@ -12,12 +12,12 @@ class TrackedRun:
     Attributes:
         directory (str): The folder of its metrics.jsonl.
         step (int): The step at which it starts: 0 for a new run, the saved step for a resumed one.
-        project (str or None): What the YAML calls the project; None where it says nothing.
-        name (str or None): What the YAML calls the run.
-        default_name (str): What a run without a name is called.
-        adapter (str or None): The adapter that the run is of, where several train side by side.
-        tags (tuple of str): Its tags.
-        id (str or None): What the tracker called the run that this one goes on with; None for a new one.
+        project (str or None): The project's name in the YAML, or None.
+        name (str or None): The run's name in the YAML, or None.
+        default_name (str): The name of a run without one.
+        adapter (str or None): The run's adapter, if several train side by side.
+        tags (tuple of str): The run's tags.
+        id (str or None): The tracker's id of the run that this one continues; None for a new run.
     """
 
     directory: str
@@ -30,21 +30,22 @@ class TrackedRun:
     id: Optional[str]
 
     def name_or(self, given: Optional[str]) -> str:
-        """Returns the run's name: that of its adapter, of the YAML, ``given`` of the environment, or the default."""
+        """Returns the run's name: its adapter's, the YAML's, ``given`` from the environment, or the default."""
         return self.adapter or self.name or given or self.default_name
 
     def group_or(self, given: Optional[str]) -> Optional[str]:
-        """Returns what the runs of several adapters have in common; ``given`` for a run with one."""
+        """Returns the group of several adapters' runs; ``given`` for a run with one adapter."""
         return (self.name or given or self.default_name) if self.adapter else given
 
 
 class Tracker:
-    """A tracker of one run. A subclass sends what its methods are told, or raises whatever its package raises.
+    """A tracker of one run. A subclass's methods send their arguments, or raise whatever its package raises.
 
-    All are called one after another, on a thread of the tracker's own.
+    The methods are called one after another, on the tracker's own thread.
 
     Attributes:
-        package (str): What has to be importable. The extra of mindlora that installs it is called like the tracker.
+        package (str): The package that must be importable. The extra of mindlora that installs it has the tracker's
+            name.
         on_main_thread (bool): Whether ``begin`` and ``end`` are called on the main thread.
     """
 
@@ -53,35 +54,35 @@ class Tracker:
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Returns whether the tracker's package is there."""
+        """Returns whether the tracker's package is installed."""
         return importlib.util.find_spec(cls.package) is not None
 
     def begin(self, run: TrackedRun) -> str:
-        """Begins a run or goes on with one; returns what the tracker calls it."""
+        """Begins or continues a run; returns the tracker's id of it."""
         raise NotImplementedError
 
     def configuration(self, facts: Mapping[str, Any]) -> None:
-        """Takes the run's configuration, data, versions and machine; a resumed run has them again."""
+        """Sends the run's configuration, data, versions and machine; a resumed run sends them again."""
         raise NotImplementedError
 
     def numbers(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Takes what was measured at a step, some ``seconds`` after 1970."""
+        """Sends the measurements of a step, taken ``seconds`` after the start of 1970."""
         raise NotImplementedError
 
     def event(self, step: int, kind: str, message: str) -> None:
-        """Takes what a guard, a schedule or the adapter's health reported at a step."""
+        """Sends an event that a guard, a schedule or the adapter's health reported at a step."""
         raise NotImplementedError
 
     def answers(self, step: int, answers: Sequence[Mapping[str, str]]) -> None:
-        """Takes answers of SampleAnswers, each a "prompt" and an "answer"."""
+        """Sends answers of SampleAnswers, each a "prompt" and an "answer"."""
         raise NotImplementedError
 
     def report(self, path: str) -> None:
-        """Takes the run's page, report.html."""
+        """Sends the run's page, report.html."""
         raise NotImplementedError
 
     def end(self, failed: bool) -> None:
-        """Ends the run, which an error may have ended."""
+        """Ends the run; ``failed`` says whether an error ended training."""
         raise NotImplementedError
 
 
@@ -97,9 +98,9 @@ def flattened(node: Mapping[str, Any], separator: str = ".", before: str = "") -
 
 
 def measured(record: Mapping[str, Any]) -> Dict[str, float]:
-    """Returns {name: value} of the numbers of a record of metrics.jsonl, but its step and its time.
+    """Returns {name: value} of the numbers in a record of metrics.jsonl, except its step and time.
 
-    Those of "health" are called ``health/CELL/parts/A/norm``; lists, its findings and singular values, are left out.
+    Numbers of "health" have names like ``health/CELL/parts/A/norm``; lists (findings, singular values) are left out.
     """
     health = record.get("health") or {}
     fields = {key: value for key, value in record.items() if key not in ("step", "time", "health")}

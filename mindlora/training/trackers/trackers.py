@@ -1,4 +1,4 @@
-"""Trackers: what a run records, sent to TensorBoard, SwanLab, Weights & Biases and MLflow."""
+"""Trackers: sends a run's records to TensorBoard, SwanLab, Weights & Biases and MLflow."""
 
 import atexit
 import os
@@ -24,29 +24,29 @@ from mindlora.training.trackers.tensorboard import TensorBoard
 from mindlora.training.trackers.tracker import TrackedRun, Tracker, measured
 from mindlora.training.trackers.wandb import WandB
 
-# What the trackers call the run, beside metrics.jsonl: a resumed run goes on as the same one.
+# The file of the trackers' ids of the run, beside metrics.jsonl: a resumed run continues the same runs.
 FILE_NAME = "trackers.json"
 TRACKERS: Dict[str, Type[Tracker]] = {"tensorboard": TensorBoard, "swanlab": SwanLab, "wandb": WandB, "mlflow": MLflow}
-# Seconds after which a record that could not be sent is tried again.
+# Seconds until a record that could not be sent is retried.
 RETRY_AFTER = 60.0
 _DESCRIPTION = ("configuration", "data", "versions", "machine", "total_steps")
 
 
 @register
 class Trackers(Callback):
-    """Sends what RunReport records to trackers: numbers, configuration, events, answers and, in the end, the report.
+    """Sends RunReport's records to trackers: numbers, configuration, events, answers and, at the end, the report.
 
-    Rank 0 sends, on a thread for each tracker. Whatever a tracker does, training goes on, and metrics.jsonl has
-    everything. A resumed run goes on as the same run of each tracker, whose ids are in trackers.json.
+    Rank 0 sends, on one thread per tracker. Whatever a tracker does, training continues, and metrics.jsonl has
+    everything. A resumed run continues each tracker's run, whose id is in trackers.json.
 
     Args:
-        report_to (str or list of str): tensorboard, swanlab, wandb and mlflow, one or some of them.
-        project (str): The project, or MLflow's experiment. Default: None, what the tracker's environment variable
-            says, or "mindlora".
-        name (str): What the run is called. Default: None, what the tracker's environment variable says, or the name of
-            the output folder.
+        report_to (str or list of str): One or more of tensorboard, swanlab, wandb and mlflow.
+        project (str): The project, or MLflow's experiment. Default: None, the value of the tracker's environment
+            variable, or "mindlora".
+        name (str): The run's name. Default: None, the value of the tracker's environment variable, or the name of the
+            output folder.
         tags (list of str): Tags of the run. Default: (), none.
-        adapter (str): Which adapter it is about, in a run with several, where mindlora sets it. Default: None.
+        adapter (str): The adapter to report on, in a run with several; mindlora sets it. Default: None.
 
     Raises:
         ConfigError: An argument has a wrong value, or no RunReport is among the callbacks.
@@ -76,7 +76,7 @@ class Trackers(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Begins the run of each tracker."""
-        # RunReport, which comes before, has begun the history by now, on rank 0.
+        # RunReport, which runs earlier, has begun the history by now, on rank 0.
         if self.has_begun or get_real_rank() != 0:
             return
         self.has_begun = True
@@ -88,7 +88,7 @@ class Trackers(Callback):
         for name in self.names:
             self._begin(name, report.history, step)
         if self.senders:
-            # An error under the PyNative Trainer ends the run without a word to its callbacks.
+            # Under the PyNative Trainer, an error ends the run without notifying callbacks.
             atexit.register(self._finish, failed=True)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -101,7 +101,7 @@ class Trackers(Callback):
         self._finish(failed=False)
 
     def __exit__(self, *error: Any) -> None:
-        """Ends the runs as failed ones, if an error has ended training."""
+        """Ends the runs as failed if an error has ended training."""
         self._finish(failed=error[0] is not None)
 
     def _begin(self, name, history, step):
@@ -120,13 +120,13 @@ class Trackers(Callback):
         run = TrackedRun(
             self.directory, step, self.project, self.name, os.path.basename(folder), self.adapter, self.tags, known
         )
-        # A tracker that the run did not have before gets all of it.
+        # A tracker that is new to the run gets all records.
         reader = HistoryReader(history.path, history.start if known else 0)
         self.senders.append(Sender(name, tracker, run, reader, self._note))
         self.senders[-1].start()
 
     def _note(self, name, identifier):
-        """Keeps what a tracker calls the run."""
+        """Saves a tracker's id of the run."""
         with self.lock:
             self.ids[name] = identifier
             self._write_ids()
@@ -149,7 +149,7 @@ class Trackers(Callback):
 
 
 def _read_ids(directory: str) -> Dict[str, str]:
-    """Returns what trackers.json has: name of a tracker -> id of the run; empty if it is not there or damaged."""
+    """Returns the content of trackers.json, tracker -> id of the run; empty if the file is missing or damaged."""
     path = os.path.join(directory, FILE_NAME)
     if not os.path.isfile(path):
         return {}
@@ -157,22 +157,22 @@ def _read_ids(directory: str) -> Dict[str, str]:
         with open(path, "rb") as file:
             return parse_object(file.read(), path, ConfigError)
     except LoraError as error:
-        logger.warning("The trackers begin new runs. To go on with those of before, read this: %s", error)
+        logger.warning("The trackers begin new runs. To continue the earlier runs, correct this: %s", error)
         return {}
 
 
 class Sender(threading.Thread):
-    """Sends a tracker all records of metrics.jsonl, in their order.
+    """A thread that sends a tracker all records of metrics.jsonl, in order.
 
-    The file is the queue: it never fills up, and a record that could not be sent is tried again. Training goes on
+    The file is the queue: it never fills up, and a record that could not be sent is retried. Training continues
     whatever the tracker does.
 
     Args:
         name (str): The name of the tracker, as in report_to.
-        tracker (Tracker): The tracker, which has not begun.
+        tracker (Tracker): The tracker, not yet begun.
         run (TrackedRun): The run.
-        reader (HistoryReader): Reads what the tracker has not got.
-        note (callable): Takes the tracker's name and what it calls the run, once it has begun.
+        reader (HistoryReader): Reads the records that the tracker does not have.
+        note (callable): Called with the tracker's name and its id of the run, once the run has begun.
     """
 
     patience: ClassVar[float] = 60.0
@@ -180,7 +180,7 @@ class Sender(threading.Thread):
     def __init__(
         self, name: str, tracker: Tracker, run: TrackedRun, reader: HistoryReader, note: Callable[[str, str], None]
     ):
-        # A run ends without it where the tracker never answers.
+        # The training process can exit even if the tracker never answers.
         super().__init__(name=f"mindlora-{name}", daemon=True)
         self.tracker_name = name
         self.tracker = tracker
@@ -194,20 +194,20 @@ class Sender(threading.Thread):
         self._behind = self._has_warned = False
 
     def start(self) -> None:
-        """Begins the run, and to send."""
+        """Begins the run and starts sending."""
         if self.tracker.on_main_thread:
             self._begin()
         super().start()
 
     def wake(self) -> None:
-        """Sends what is new in metrics.jsonl."""
+        """Wakes the thread to send new records of metrics.jsonl."""
         self._news.set()
 
     def end(self, report: str, failed: bool) -> None:
-        """Ends the tracker's run once it has all records; ``wait`` waits for that.
+        """Requests the end of the tracker's run once it has all records; ``wait`` waits for it.
 
         Args:
-            report (str): The path of report.html, whether or not it is there.
+            report (str): The path of report.html, whether or not the file exists.
             failed (bool): Whether an error has ended the run.
         """
         self.report = report
@@ -216,7 +216,7 @@ class Sender(threading.Thread):
         self.wake()
 
     def wait(self) -> None:
-        """Waits until the tracker's run has ended; all that wait in vain do it for ``patience`` seconds together."""
+        """Waits until the tracker's run has ended; all senders together wait at most ``patience`` seconds."""
         began = time.monotonic()
         self.join(Sender.patience)
         if self.is_alive():
@@ -263,7 +263,7 @@ class Sender(threading.Thread):
             )
 
     def _try(self, call):
-        """Returns whether the tracker did what it was called for; warns once if it did not."""
+        """Returns whether a call to the tracker succeeded; warns once if it did not."""
         try:
             call()
         except Exception as error:

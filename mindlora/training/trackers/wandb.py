@@ -1,4 +1,4 @@
-"""Weights & Biases. Its environment variables hold, WANDB_MODE=offline and WANDB_DIR for instance."""
+"""Weights & Biases. Its environment variables apply, for instance WANDB_MODE=offline and WANDB_DIR."""
 
 import os
 import uuid
@@ -15,7 +15,7 @@ class WandB(Tracker):
 
         identifier = run.id
         if run.adapter and identifier is None:
-            # WANDB_RUN_ID would be that of all adapters.
+            # WANDB_RUN_ID would apply to all adapters.
             identifier = uuid.uuid4().hex[:8]
         self.run = wandb.init(
             project=run.project or os.environ.get("WANDB_PROJECT") or "mindlora",
@@ -24,10 +24,10 @@ class WandB(Tracker):
             tags=list(run.tags) or None,
             id=identifier,
             resume="allow" if run.id else None,
-            # Adapters that train side by side have runs side by side.
+            # Adapters that train side by side have concurrent runs.
             reinit="create_new",
         )
-        # By wandb's own count, a resumed run could not take a step again that was sent before it was killed.
+        # With wandb's own step count, a resumed run could not resend a step that was sent before the run was killed.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         return self.run.id

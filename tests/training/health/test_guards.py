@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_saved_ends_with_its_reason_after_everything_is_sav
     assert isinstance(error, DivergenceError)
     assert str(error) == (
         "TrainingGuard ended the run at step 42: 4 steps in a row were skipped, after 2 returns to an earlier state. "
-        "The adapter is that of step 0. Look at the data and at learning_rate."
+        "The adapter is that of step 0. Check the data and learning_rate."
     )
     assert events.events[-1] == (42, "divergence") and step.number == 42
     assert folders("saved") == ["best", "step_10", "step_20", "step_30", "step_40", "step_42"]
@@ -201,7 +201,7 @@ def test_a_signal_finishes_the_step_and_saves_the_run(number, code):
     assert isinstance(error, RunStopped) and error.exit_code == code
     folder = os.path.abspath("saved/step_3")
     assert str(error) == (
-        f"{number.name} stopped the run after step 3 of 6. It is saved in {folder}. To go on, repeat the command "
+        f"{number.name} stopped the run after step 3 of 6. It is saved in {folder}. To resume, repeat the command "
         "with --resume, or set resume: True in LoraCheckpoint."
     )
     assert step.number == 3 and events.events == [(3, "stop")]

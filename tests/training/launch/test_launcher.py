@@ -177,7 +177,7 @@ def test_a_run_that_fails_after_a_save_ends_in_one_line_and_says_how_to_go_on(
     assert traceback.exists() == ("the run ended with" in first)
     if traceback.exists():
         assert str(traceback) in first and "in fail" in traceback.read_text(encoding="utf-8")
-    assert last.endswith(f"saved in {tmp_path}/saved/step_7. To go on from there, repeat the command with --resume.")
+    assert last.endswith(f"saved in {tmp_path}/saved/step_7. To resume from there, repeat the command with --resume.")
     # What an earlier run saved is not this run's.
     os.utime(tmp_path / "saved" / "step_7", (1, 1))
     monkeypatch.setattr(launcher, "run", lambda config: (_ for _ in ()).throw(LoraError("at once")))

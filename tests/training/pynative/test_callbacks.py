@@ -164,5 +164,5 @@ def test_callbacks_of_a_resumed_run_go_on_where_they_were(folder, messages):
 def test_a_resumed_run_says_which_callbacks_begin_anew(folder, messages):
     assert records(folder / "resumed", "message")[0] == (
         "The run goes on after step 4, whose checkpoint holds nothing of EarlyStopping: these begin anew. Resume with "
-        "the callbacks of the run to go on exactly."
+        "the callbacks of the run to continue exactly."
     )

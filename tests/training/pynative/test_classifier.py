@@ -183,7 +183,7 @@ def test_an_adapter_with_its_head_trains_further(folder, messages):
         ("no_classifier", "Set model.architectures: Qwen3ForSequenceClassification or Qwen3ForTokenClassification, or"),
         ("reward_of_tokens", "preference: the loss reward needs one score of a text"),
         ("dpo", "the loss dpo compares answers that a model writes"),
-        ("samples", "SampleAnswers is about texts that the model writes"),
+        ("samples", "SampleAnswers needs a model that writes texts"),
         ("other_number", "has score.weight of shape [4, "),
     ],
 )

@@ -83,5 +83,5 @@ def test_no_adapter_that_learns_is_left(tmp_path):
     saved(tmp_path, (10,), (10,))
     ended = [{"name": name, "settings": own, "ended": {"step": 10, "reason": ""}} for name, own in SETTINGS.items()]
     write_record(str(tmp_path), ended)
-    with pytest.raises(ConfigError, match="at step 10 no adapter learns any more"):
+    with pytest.raises(ConfigError, match="at step 10 all adapters have stopped learning"):
         found(tmp_path)

@@ -1,1 +1,1 @@
-"""Forms of adapter files: one module for each world they come from, and the registry of all."""
+"""Forms of adapter files: one module for each origin, and the registry of all."""

@@ -1,4 +1,4 @@
-"""Dialect: what each form of adapter files answers; reading a file is the same for all of them."""
+"""Dialect: the interface of a form of adapter files; reading a file is the same for all forms."""
 
 import abc
 import dataclasses
@@ -26,14 +26,14 @@ _ONE_SAVE = "Use the tensors and the configuration of one save."
 
 @dataclasses.dataclass
 class File:
-    """A file of tensors that is open for reading, and what else is known before they are read.
+    """A file of tensors that is open for reading, and the facts that are known before they are read.
 
     Attributes:
         fetch (callable): Takes a key; returns the array.
         metadata (dict): mindlora's metadata in it, as adapters.metadata.parse returns it.
         header (mapping): The strings in its header.
         source (str): The adapter for messages: the file, or the folder that it is in.
-        extras (Extras): What of PEFT's the caller can take besides plain pairs.
+        extras (Extras): Features of PEFT that the caller supports besides plain pairs.
         config (PeftConfig): The adapter_config.json beside it.
     """
 
@@ -52,7 +52,7 @@ class File:
 
 
 class Keys(NamedTuple):
-    """The keys of a file by what they are of: LoRA's tensors, saved modules, rows of an embedding's table."""
+    """The keys of a file by kind: LoRA's tensors, saved modules, rows of an embedding's table."""
 
     part_keys: Dict[str, PartKey]
     saved_modules: Mapping[str, str] = MappingProxyType({})
@@ -60,17 +60,17 @@ class Keys(NamedTuple):
 
 
 class Dialect(abc.ABC):
-    """One form of adapter files. Each is an entry of dialects.registry.DIALECTS; none knows of another.
+    """One form of adapter files. Each is an entry of dialects.registry.DIALECTS; none depends on another.
 
     Attributes:
         name (str): For messages.
-        form (str): What users call it where they choose what to write; "" for one that is only read.
+        form (str): Its name where users choose what to write; "" for a form that is only read.
         ending (str): The ending of the file that is written; "" for a folder.
-        world (str): Whose names of cells it has: one of models.architecture.WORLDS; "" for a diffusion model's.
+        world (str): The origin of its names of cells, one of models.architecture.WORLDS; "" for a diffusion model's.
         holds_modules (bool): Whether it has a place for saved modules.
-        stacks_experts (bool): Whether it holds pairs of a layer's experts in stacks alone.
+        stacks_experts (bool): Whether it holds pairs of a layer's experts only as stacks.
         weights (tuple of str): Names of the file with the tensors in a folder of this form.
-        number_parts (tuple of str): Parts that are one number each, of any dtype.
+        number_parts (tuple of str): Parts that are single numbers, of any dtype.
     """
 
     name = ""
@@ -84,11 +84,11 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def matches(self, file: File) -> bool:
-        """Returns whether a file is in this form; it is not in one that comes earlier in the registry."""
+        """Returns whether a file, which no earlier form of the registry matches, is in this form."""
 
     @abc.abstractmethod
     def sort(self, file: File) -> Keys:
-        """Returns what the keys of a file are of; raises AdapterError if it holds tensors that cannot be read."""
+        """Returns the keys of a file by kind; raises AdapterError if it holds tensors that cannot be read."""
 
     def write(self, adapter: Adapter, path: str) -> None:
         """Writes an adapter with complete, finite pairs and a known scale in one atomic step.
@@ -98,18 +98,18 @@ class Dialect(abc.ABC):
         raise NotImplementedError(f"{self.name} is only read.")
 
     def prepared(self, adapter: Adapter) -> Adapter:
-        """Returns an adapter as the form holds it, where that has room for fewer ranks or scales than adapters have."""
+        """Returns an adapter as the form can hold it, if the form allows fewer ranks or scales than adapters have."""
         return adapter
 
     def weights_in(self, folder: str, names: List[str]) -> Optional[str]:
-        """Returns which of the files in a folder holds the tensors, or None if the folder is not in this form.
+        """Returns the name of the file in a folder that holds the tensors, or None if the folder is not in this form.
 
         "" stands for the folder itself, if several files hold them.
         """
         return next((name for name in self.weights if name in names), None)
 
     def is_embedding(self, key: str, path: str) -> bool:
-        """Returns whether the tensor under ``key``, of the cell at ``path``, is of an embedding."""
+        """Returns whether the tensor under ``key``, of the cell at ``path``, belongs to an embedding."""
         return names.is_embedding(path)
 
     def parts_of(self, key: str, part_key: PartKey, array: np.ndarray) -> Dict[PartKey, np.ndarray]:
@@ -117,13 +117,13 @@ class Dialect(abc.ABC):
         return {part_key: array}
 
     def complete(self, adapter: Adapter, file: File) -> None:  # noqa: B027 - most forms say nothing else
-        """Gives an adapter that has its tensors what else the file says."""
+        """Gives an adapter that has its tensors the other contents of the file."""
 
     def configure(self, adapter: Adapter, config: PeftConfig, file: File) -> None:
         """Gives an adapter its scales, and checks its ranks, by the adapter_config.json beside it.
 
-        In any form but PEFT's it is the one that slora reads: lora_alpha / r is the one scale of all cells, whatever
-        their ranks, and r is the largest; any other raises RankMismatchError.
+        In any form but PEFT's it is the configuration that slora reads: lora_alpha / r is the scale of all cells,
+        whatever their ranks, and r is the largest rank; any other r raises RankMismatchError.
         """
         adapter.check_pairs(file.source)
         rank = max(adapter.rank(path) for path in adapter.paths)
@@ -153,12 +153,12 @@ class Dialect(abc.ABC):
         for key, path in keys.token_rows.items():
             rows = file.fetch(key)
             _check_tensor(file, key, path, rows)
-            # Which rows these are, the configuration says.
+            # The configuration says which rows these are.
             adapter.token_rows[path] = np.empty(0, np.int64), rows
         self.complete(adapter, file)
         adapter_metadata.complete(adapter, file.metadata, file.path)
         self._settle(adapter, file)
-        # Patterns of ranks are for the names that the file has.
+        # Patterns of ranks refer to the names in the file.
         matching.complete_bare_names(adapter)
         return adapter
 
@@ -176,7 +176,7 @@ class Dialect(abc.ABC):
             adapter.tensors[path, part] = matrix
 
     def _settle(self, adapter: Adapter, file: File) -> None:
-        """Gives an adapter what the files beside it say, and checks its pairs."""
+        """Gives an adapter the settings in the files beside it, and checks its pairs."""
         config = file.config
         if config is None:
             adapter.check_pairs(file.source)
@@ -225,7 +225,7 @@ def _check_variant(adapter: Adapter, config: PeftConfig, source: str) -> None:
 
 
 def _check_tensor(file: File, key: str, name: str, array: np.ndarray, any_dtype: bool = False) -> None:
-    """Checks the path of a cell or the name of a parameter that a tensor is of, and its dtype."""
+    """Checks the path or the parameter's name to which a tensor belongs, and its dtype."""
     # Each part of a path must look like a Python name, so that int() can read every part that str.isdigit accepts.
     is_path = all(part and f"_{part}".replace("-", "_").isidentifier() for part in name.split("."))
     if name and (len(name) > _MAX_NAME or not is_path):

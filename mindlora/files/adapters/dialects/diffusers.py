@@ -3,7 +3,7 @@
 Three generations of keys are read; the first of them is written.
 
 - PEFT's: unet.down_blocks.0.resnets.0.conv1.lora_A.weight
-- the one before: unet....attn1.to_q.lora.down.weight, text_encoder....q_proj.lora_linear_layer.up.weight
+- the earlier one: unet....attn1.to_q.lora.down.weight, text_encoder....q_proj.lora_linear_layer.up.weight
 - attention processors: unet....attn1.processor.to_q_lora.down.weight, text_encoder....self_attn.to_q_lora.up.weight
 
 A file without settings has a scale of 1, so lora_alpha is the rank.
@@ -76,7 +76,7 @@ class Diffusers(Dialect):
 
 
 def parse_key(key: str) -> Optional[PartKey]:
-    """Returns (path that begins with its part, part of the pair) for a key of diffusers', or None for any other."""
+    """Returns (path that begins with its part, part of the pair) for a key of diffusers, or None for other keys."""
     part, rest = parts.split(key)
     path, side = _module(rest.replace(".processor.", "."))
     if not path or path.startswith(peft.PREFIX):
@@ -86,7 +86,7 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 
 def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> None:
-    """Gives an adapter its settings from its file's header; raises RankMismatchError if its tensors disagree."""
+    """Sets an adapter's settings from its file's header; raises RankMismatchError if its tensors disagree."""
     adapter.check_pairs(source)
     content: Dict[str, Any] = {}
     if header.get(SETTINGS):
@@ -106,7 +106,7 @@ def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> N
     adapter.check_pairs(source, ranks)
     adapter.use_rslora = len(rslora_roots) == len(ranks)
     if not adapter.use_rslora:
-        # An adapter has one rule for all cells, so the other part's is put into lora_alpha.
+        # An adapter has one rule for all cells, so lora_alpha makes up for the other part's rule.
         for path, root in rslora_roots.items():
             adapter.alphas[path] *= root
     adapter.dropout = max([config.dropout for config in configs.values()], default=0.0)
@@ -116,7 +116,7 @@ def take_settings(adapter: Adapter, header: Mapping[str, str], source: str) -> N
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
-    """Returns the tensors under diffusers' keys; raises AdapterError for what diffusers does not load."""
+    """Returns the tensors under diffusers' keys; raises AdapterError for tensors that diffusers does not load."""
     refuse_others(adapter, Diffusers.form, dora=True)
     return {
         f"{part}.{path}{PARTS[name].peft}": array
@@ -126,7 +126,7 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
 
 
 def header(adapter: Adapter) -> Dict[str, str]:
-    """Returns the header's strings: PEFT's settings for each part, and what mindlora notes beside them."""
+    """Returns the header's strings: PEFT's settings for each part, and mindlora's metadata."""
     by_part: Dict[str, Adapter] = {}
     for cell, part, path in parts.with_parts(adapter, Diffusers.form):
         selection = adapter.selection if part == "unet" else {}
@@ -147,7 +147,7 @@ def header(adapter: Adapter) -> Dict[str, str]:
 
 
 def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
-    """Raises AdapterError if an adapter holds what the form has no place for; with ``dora`` it takes DoRA."""
+    """Raises AdapterError if an adapter holds parts that the form has no place for; ``dora`` allows DoRA."""
     if adapter.trained_modules:
         raise AdapterError(
             f"Format {form!r} holds no saved modules (modules_to_save): {', '.join(adapter.trained_modules)}. Write "
@@ -159,7 +159,7 @@ def refuse_others(adapter: Adapter, form: str, dora: bool = False) -> None:
 
 
 def _module(key: str) -> Tuple[str, str]:
-    """Returns the path of a cell and the part of its pair, or two empty texts."""
+    """Returns the path of a cell and the part of its pair, or two empty strings."""
     old = _PROCESSOR.match(key)
     if old:
         clip = ".self_attn" in old[1]
@@ -172,7 +172,7 @@ def _module(key: str) -> Tuple[str, str]:
 
 
 def _config(content: Dict[str, Any], part: str, source: str) -> Optional[peft_config.PeftConfig]:
-    """Returns the settings of a part; a UNet that was saved by itself has them without the part's name."""
+    """Returns the settings of a part; a UNet saved alone has them without the part's name."""
     prefix = f"{part}."
     config = {key[len(prefix) :]: value for key, value in content.items() if key.startswith(prefix)}
     if not config and not any(parts.split(key)[0] for key in content):

@@ -1,4 +1,4 @@
-"""What is recognized and cannot be read: whose form it is, and the way to one that can be."""
+"""Forms that are recognized and cannot be read: their origin, and the way to a form that can be read."""
 
 import os
 import re
@@ -19,9 +19,9 @@ class Foreign(NamedTuple):
     """A form that is recognized and not read.
 
     Attributes:
-        advice (str): What to do, as one sentence.
-        keys (str): Regular expression that some key of such a file matches; "" if none does.
-        files (str): The same for its name, or for that of a file in such a folder.
+        advice (str): One sentence on what to do.
+        keys (str): Regular expression that a key of such a file matches; "" if its keys do not identify it.
+        files (str): Regular expression for its name, or for the name of a file in such a folder.
     """
 
     name: str
@@ -103,7 +103,7 @@ def refuse_file(path: str) -> None:
 
 
 def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> NoReturn:
-    """Raises AdapterFormatError for a folder without an adapter: what it is, or where below it there is one."""
+    """Raises AdapterFormatError for a folder without an adapter: says what it is, or where one lies below it."""
     for form in FOREIGN:
         if form.files and any(re.search(form.files, name) for name in names):
             _refuse(form, folder)
@@ -122,7 +122,7 @@ def refuse_folder(folder: str, names: List[str], weights: Tuple[str, ...]) -> No
 
 
 def refuse_file_without_adapter(keys: List[str], path: str) -> NoReturn:
-    """Raises AdapterFormatError for a file that is in no form which is read."""
+    """Raises AdapterFormatError for a file in an unknown form."""
     refuse_keys(keys, path)
     alike = sorted(key for key in keys if "lora" in key.lower())
     if alike:

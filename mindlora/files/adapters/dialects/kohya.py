@@ -25,7 +25,7 @@ from mindlora.files.adapters.dialects.diffusers import refuse_others
 from mindlora.models.architectures import diffusion
 from mindlora.models.variants.variant import PartKey
 
-# The prefix of a part; the first of a part's is written, except that XL's text encoders are te1 and te2.
+# The prefixes of a part; the first one is written, except that XL's text encoders are te1 and te2.
 _PREFIXES = {
     "lora_unet_": "unet",
     "lora_te_": "text_encoder",
@@ -51,7 +51,7 @@ class Kohya(Dialect):
     def sort(self, file: File) -> Keys:
         """Returns key -> (path that begins with its part, "A", "B", "mid" or "alpha").
 
-        Raises AdapterError if a name is that of no known path or of two, or nothing is of the wanted part.
+        Raises AdapterError if a name matches no known path or several, or no tensor belongs to the requested part.
         """
         foreign.refuse_keys(file.keys, file.path)
         matches = {key: match for key in file.keys if (match := _KEY.match(key))}
@@ -78,7 +78,7 @@ class Kohya(Dialect):
         return Keys(part_keys)
 
     def complete(self, adapter: Adapter, file: File) -> None:
-        """Takes alphas and middle matrices out of an adapter's tensors and puts them where they belong.
+        """Moves alphas and middle matrices from an adapter's tensors to where they belong.
 
         Raises AdapterError if one of them has no pair, does not fit it, or is not a number above 0.
         """
@@ -108,7 +108,7 @@ class Kohya(Dialect):
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
     """Returns the tensors under kohya's keys, with alphas that give the scales of the pairs as alpha / r.
 
-    Raises AdapterError if the form has no place for something, or two cells have one name.
+    Raises AdapterError if the form has no place for a part, or two cells share a name.
     """
     refuse_others(adapter, Kohya.form)
     cells = parts.with_parts(adapter, Kohya.form)
@@ -134,7 +134,7 @@ def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
 
 
 def flat(path: str) -> str:
-    """Returns a path as kohya writes it."""
+    """Returns a path in kohya's spelling."""
     return path.replace(".", "_")
 
 
@@ -161,7 +161,7 @@ def _network_paths(part: str, paths: Tuple[str, ...]) -> Dict[str, Tuple[str, ..
 
 @functools.lru_cache(maxsize=None)
 def _stable_diffusion_paths(part: str) -> Dict[str, Tuple[str, ...]]:
-    """Returns kohya's name -> the paths with this name, of the cells of a part that mindlora knows."""
+    """Returns kohya's name -> the paths with this name, for the known cells of a part."""
     return _by_name(diffusion.known_paths(part).items())
 
 
@@ -175,7 +175,7 @@ def _by_name(pairs: Iterable[Tuple[str, str]]) -> Dict[str, Tuple[str, ...]]:
 
 
 def _put_in(mid: np.ndarray, adapter: Adapter, path: str, source: str) -> None:
-    """Replaces A of the pair at ``path`` by mid times A: one convolution that does what the two of them did."""
+    """Replaces A of the pair at ``path`` by mid times A, one convolution that equals the two."""
     halves = adapter.parts(path)
     pair = through_middle(halves["A"], mid, halves["B"]) if len(halves) == 2 else None
     if pair is None:

@@ -1,6 +1,6 @@
-"""What MindFormers' own LoRA on its mcore models reads: one rank and one scale for all cells, and their joined names.
+"""The form that MindFormers' own LoRA on mcore models reads: joined cells, and one rank and scale for all.
 
-The pairs have zeros up to the largest rank, so that BA stays the same. mindlora takes them off again when it reads.
+Zeros fill the pairs up to the largest rank, which keeps B A the same. mindlora removes them when it reads.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Mcore(MindFormers):
 
 
 def mcore_paths(adapter: Adapter) -> Dict[str, str]:
-    """Returns path -> path in mcore; raises AdapterError for what MindFormers' own LoRA does not know."""
+    """Returns path -> path in mcore; raises AdapterError for cells that MindFormers' own LoRA does not know."""
     variant = adapter.variant
     if not variant.is_plain:
         raise AdapterError(
@@ -99,7 +99,7 @@ def one_rank(adapter: Adapter) -> Adapter:
 
 
 def without_zeros(adapter: Adapter) -> None:
-    """Takes off what one_rank added: ranks at the end that are zero in A and in B. Such a rank can never train."""
+    """Removes the ranks that one_rank added: trailing ones that are zero in A and in B, which could never train."""
     for path in adapter.paths:
         layout = adapter.layout(path)
         size = adapter.rank(path)

@@ -20,7 +20,7 @@ class KeyNames(NamedTuple):
     """One form of key names.
 
     Attributes:
-        endings (dict): Ending of a key -> name of the part; the first ending of a part is the one that is written.
+        endings (dict): Ending of a key -> name of the part; the first ending of a part is written.
         mcore (bool): Whether its paths are those of mcore models, not legacy models'.
         only (str): Regular expression that at least one key of a file in this form matches; "" for any key.
     """
@@ -95,7 +95,7 @@ class MindFormers(Dialect):
         return Keys(part_keys, saved_modules)
 
     def refuse_single_experts(self, adapter: Adapter) -> None:
-        """Raises AdapterError if an adapter has pairs of single experts, which MindFormers' forms have no names for."""
+        """Raises AdapterError if an adapter has pairs of single experts, for which MindFormers' forms have no names."""
         experts = single_paths(adapter)
         if experts:
             raise AdapterError(
@@ -142,7 +142,7 @@ def parse_key(key: str, key_names: KeyNames = MINDPET) -> Optional[PartKey]:
 
 
 def sort(keys: List[str], key_names: KeyNames) -> Dict[str, PartKey]:
-    """Returns key -> (path, part) of the LoRA tensors among ``keys``; together, they tell which mcore model it is."""
+    """Returns key -> (path, part) of the LoRA tensors among ``keys``, which together identify the mcore model."""
     parts: Dict[str, PartKey] = {}
     for key in keys:
         part_key = parse_expert_key(key) or _parse(key, key_names)
@@ -150,7 +150,7 @@ def sort(keys: List[str], key_names: KeyNames) -> Dict[str, PartKey]:
             parts[key] = part_key
     if not key_names.mcore:
         return parts
-    # A checkpoint with the base in it has cells that tell more.
+    # A checkpoint that includes the base has more cells to identify the model.
     others = [key.removesuffix(".weight") for key in keys if key.endswith(".weight")]
     canonical = names.canonical((path for path, _ in parts.values() if path), others)
     # Shared parts belong to no cell.
@@ -159,7 +159,7 @@ def sort(keys: List[str], key_names: KeyNames) -> Dict[str, PartKey]:
 
 
 def _parse(key: str, key_names: KeyNames) -> Optional[PartKey]:
-    """Returns (path, part) as the file calls the path, or None."""
+    """Returns (path, part) with the file's own path, or None."""
     if is_optimizer_key(key):
         return None
     for ending, part in key_names.endings.items():

@@ -26,7 +26,7 @@ _ENDINGS = {".lora_a": "A", ".lora_b": "B", ".m": DORA.row_norms}
 
 
 class Mlx(Dialect):
-    """The folder, or its file alone, which then the names and shapes of the pairs tell from MindFormers' slora."""
+    """The folder, or its file alone, whose names and shapes distinguish it from MindFormers' slora."""
 
     name = "mlx-lm"
     weights = ("adapters.safetensors",)
@@ -61,7 +61,7 @@ class Mlx(Dialect):
 
 
 def config_beside(weights: str) -> Optional[Dict[str, Any]]:
-    """Returns mlx-lm's configuration beside a file of tensors, or None if there is none of its own."""
+    """Returns mlx-lm's configuration beside a file of tensors, or None without one."""
     path = os.path.join(os.path.dirname(weights), _CONFIG_FILE)
     if not re.search(r"(^|_)adapters\.safetensors$", os.path.basename(weights)) or not os.path.isfile(path):
         return None
@@ -83,9 +83,9 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 
 def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
-    """Turns an adapter's matrices as Adapter has them, and gives it the settings of mlx-lm's configuration.
+    """Transposes an adapter's matrices to Adapter's layout, and sets the settings of mlx-lm's configuration.
 
-    Raises AdapterError if a setting is missing, invalid or not that of the tensors, or layers are stacks of experts.
+    Raises AdapterError if a setting is missing, invalid or contradicts the tensors, or layers are stacks of experts.
     """
     if content.get("fine_tune_type", "lora") not in ("lora", "dora"):
         raise AdapterFormatError(
@@ -113,7 +113,7 @@ def configure(adapter: Adapter, content: Dict[str, Any], source: str) -> None:
 
 
 def transpose(adapter: Adapter, source: str) -> None:
-    """Turns mlx-lm's matrices into A [r, in] and B [out, r]; raises AdapterFormatError for stacks of experts."""
+    """Transposes mlx-lm's matrices to A [r, in] and B [out, r]; raises AdapterFormatError for stacks of experts."""
     tensors = {}
     stacks = []
     for key, array in adapter.tensors.items():
@@ -131,10 +131,10 @@ def transpose(adapter: Adapter, source: str) -> None:
 
 
 def _is_transposed_slora(file: File) -> bool:
-    """Returns whether a file of ``...lora_a`` is mlx-lm's, without its configuration, and not MindFormers' slora's.
+    """Returns whether a file of ``...lora_a`` without configuration is mlx-lm's and not MindFormers' slora's.
 
-    The names decide. Names that both could have are mlx-lm's if only that can be, by the shapes of all pairs; if both
-    can be, AdapterFormatError is raised.
+    The names decide. Where both could have them, the shapes of all pairs decide; if both
+    still can be, it raises AdapterFormatError.
     """
     if file.path.endswith(".ckpt"):
         return False

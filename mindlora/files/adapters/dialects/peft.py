@@ -5,8 +5,8 @@ KaSA's folders have W' x + scale B diag(s) A x, where W' lacks the r smallest si
 KaSA: Knowledge-Aware Singular-Value Adaptation of Large Language Models, 2024)
 
 With LoRA on parameters (target_parameters), PEFT adapts the stacked experts of a layer. A module whose parameter is
-adapted is wrapped, and wrapped again for its next parameter, in the order in which it declares them. So of gate_up_proj
-and down_proj, the last one's tensors are at <experts>.lora_A.weight and the first one's at
+adapted is wrapped, and wrapped again for its next parameter, in the order in which it declares them. With gate_up_proj
+and down_proj, the second one's tensors are at <experts>.lora_A.weight and the first one's at
 <experts>.base_layer.lora_A.weight. The experts' A are joined by rows, [experts * r, in], and their B by columns,
 [out, r * experts], where the columns of one expert are r * experts + expert.
 """
@@ -122,7 +122,7 @@ class Peft(Dialect):
             reorder_megatron_rows(adapter, path)
 
     def configure(self, adapter: Adapter, config: PeftConfig, file: File) -> None:
-        """Puts the content of adapter_config.json into an adapter, and checks its pairs and saved modules against it.
+        """Applies adapter_config.json to an adapter, and checks its pairs and saved modules against it.
 
         Raises AdapterError if a tensor is missing, unexpected or of another rank, or biases of the base were trained.
         """
@@ -158,7 +158,7 @@ class Peft(Dialect):
             tensors[saved_module_key(name, adapter.paths)] = array
         for cell, (_, rows) in adapter.token_rows.items():
             tensors[token_rows_key(cell)] = rows
-        # AutoModel's, for which the adapter was trained, has no other names.
+        # The AutoModel for which the adapter was trained has no other names.
         prefix = PREFIX + adapter.bare_prefix
         tensors = {
             PREFIX + key[len(prefix) :] if key.startswith(prefix) else key: array for key, array in tensors.items()
@@ -169,7 +169,7 @@ class Peft(Dialect):
 
 
 def _turned(part: str, array: np.ndarray) -> np.ndarray:
-    """Returns a part as PEFT holds it, given as we do, and the other way round."""
+    """Converts a part between mindlora's layout and PEFT's, in either direction."""
     return np.ascontiguousarray(array.T) if part in PARTS and PARTS[part].turned else array
 
 
@@ -181,7 +181,7 @@ def tensor_key(path: str, part: str, embeds: bool = False) -> str:
 
 
 def parse_key(key: str) -> Optional[PartKey]:
-    """Returns (path under MindFormers' names, part) for a key of PEFT's, or None for any other."""
+    """Returns (path under MindFormers' names, part) for a key of PEFT, or None for other keys."""
     key = saved_key(key)
     if key in _SHARED_PARTS_BY_KEY:
         return "", _SHARED_PARTS_BY_KEY[key]
@@ -194,7 +194,7 @@ def parse_key(key: str) -> Optional[PartKey]:
 
 
 def saved_key(key: str) -> str:
-    """Returns the key that PEFT saves a tensor under, for one with the adapter's name in it; any other is unchanged."""
+    """Returns the key under which PEFT saves a tensor: without the adapter's name, if the key has it."""
     for pattern, written in _NAMED:
         key = pattern.sub(written, key)
     return key
@@ -213,7 +213,7 @@ def token_rows_key(path: str) -> str:
 
 
 def parse_token_rows_key(key: str) -> Optional[str]:
-    """Returns the path of the embedding (MindFormers' name) whose trained rows a key is of, or None for any other."""
+    """Returns the path of the embedding (MindFormers' name) whose trained rows a key holds, or None for other keys."""
     is_token_rows = key.startswith(PREFIX) and key.endswith(_TOKEN_ROWS)
     return names.to_mindformers(key[len(PREFIX) : -len(_TOKEN_ROWS)]) if is_token_rows else None
 
@@ -232,7 +232,7 @@ def adapter_config(adapter: Adapter) -> Dict:
     """Returns the content of adapter_config.json: the subset of fields that PEFT has kept stable.
 
     The most frequent rank and lora_alpha become r and lora_alpha; others go into rank_pattern and alpha_pattern under
-    the modules' full paths. Without a selection, or with one that does not match the tensors (any more), such as
+    the modules' full paths. Without a selection, or with one that no longer matches the tensors, such as
     after experts were stacked, target_modules holds the full path of each adapted module.
     """
     modules = {path: names.to_hugging_face(path).removeprefix(adapter.bare_prefix) for path in adapter.paths}
@@ -274,15 +274,15 @@ def adapter_config(adapter: Adapter) -> Dict:
 def is_of_module(name: str, module: str) -> bool:
     """Returns whether a parameter (MindFormers' name) belongs to a module that ``module`` of modules_to_save names.
 
-    PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm. A module that is
-    named may hold others: "mlp" is all of an MLP.
+    PEFT compares the ends of paths as text, not part by part, so "norm" also names input_layernorm. A named module may
+    hold others: "mlp" is all of an MLP.
     """
     parts = _module_of(name).split(".")
     return any(".".join(parts[:end]).endswith(module) for end in range(1, len(parts) + 1))
 
 
 def _modules_to_save(adapter: Adapter) -> Optional[List[str]]:
-    """Returns the modules of the saved parameters; an adapted module, whose own weight was saved, is not among them."""
+    """Returns the modules of the saved parameters, without adapted modules whose own weight was saved."""
     adapted = set(adapter.paths)
     return (
         sorted({_module_of(name) for name in adapter.saved_modules if name.rpartition(".")[0] not in adapted}) or None
@@ -303,10 +303,10 @@ def _plain_number(alpha: float) -> Union[int, float]:
 
 
 def reorder_megatron_rows(adapter: Adapter, path: str) -> None:
-    """Gives the pair of Megatron's linear_fc1 the order of rows that MindFormers has; any other pair stays as it is.
+    """Reorders the rows of the pair of Megatron's linear_fc1 to MindFormers' order; other pairs stay as they are.
 
-    Megatron has all rows of gate before those of up, and MindFormers has them in turn. The rows of linear_qkv are the
-    same in both. Raises ShapeMismatchError if the rows are not those of two parts.
+    Megatron has all rows of gate before those of up, and MindFormers alternates them. The rows of linear_qkv are the
+    same in both. Raises ShapeMismatchError if the rows cannot be divided into two parts.
     """
     if not names.joined_parts(path) or not isinstance(names.joined_cell(path).layout, RowsInTurn):
         return
@@ -352,7 +352,7 @@ def _take_token_rows(adapter: Adapter, config: PeftConfig, path: str) -> None:
 
 
 def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> None:
-    """Checks that the file holds the modules of modules_to_save, and tensors of no other module."""
+    """Checks that the file holds the modules of modules_to_save, and no other module's tensors."""
     declared = config.modules_to_save
     present = set()
     undeclared = []
@@ -361,7 +361,7 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
         modules = [module for module in declared if is_of_module(name, module)]
         present.update(modules)
         is_bias = config.bias != "none" and name.endswith(".bias")
-        # PEFT saves the own weight of an adapted module and of embeddings and heads without naming it.
+        # PEFT saves the weights of adapted modules, embeddings and heads without naming them.
         cell = name.rpartition(".")[0]
         unnamed = cell in adapted or names.is_embedding(cell) or names.is_output_head(cell)
         if not (modules or is_bias or unnamed):
@@ -381,10 +381,10 @@ def _check_saved_modules(adapter: Adapter, config: PeftConfig, path: str) -> Non
 
 
 def without_diagonals(file: File) -> File:
-    """Returns a file of KaSA with each module's lora_diag multiplied into its B, in float32; any other as it is.
+    """Returns a file of KaSA with each module's lora_diag multiplied into its B, in float32; other files unchanged.
 
     Raises:
-        UnexpectedTensorsError: A module has one of lora_diag and B alone.
+        UnexpectedTensorsError: A module has only one of lora_diag and B.
         ShapeMismatchError: lora_diag does not have a number for each column of B.
     """
     if file.config is None or file.config.initializer != initializers.KASA:
@@ -415,7 +415,7 @@ def without_diagonals(file: File) -> File:
 
 
 def flattened_stacks(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Dict[PartKey, np.ndarray]:
-    """Returns ``tensors`` with stacked pairs as PEFT has them: under the paths of their modules, and as matrices."""
+    """Returns ``tensors`` with stacked pairs in PEFT's layout: under the paths of their modules, as matrices."""
     modules = module_paths(stacked_paths(adapter))
     return {
         (modules.get(path, path), part): flatten_experts(part, array) if path in modules else array
@@ -424,9 +424,9 @@ def flattened_stacks(adapter: Adapter, tensors: Dict[PartKey, np.ndarray]) -> Di
 
 
 def restore_stacks(adapter: Adapter, config: PeftConfig, source: str) -> None:
-    """Turns the pairs of an adapter that was read from PEFT's form into stacked ones, where config says that they are.
+    """Stacks the pairs of an adapter read from PEFT's form where its configuration says so.
 
-    Raises AdapterFormatError if a module's tensors are not those of the parameters that target_parameters names, and
+    Raises AdapterFormatError if a module's tensors do not belong to the parameters that target_parameters names, and
     ShapeMismatchError if they do not divide into experts of the configured rank.
     """
     targets = config.selection.get("target_parameters")
@@ -455,7 +455,7 @@ def restore_stacks(adapter: Adapter, config: PeftConfig, source: str) -> None:
 def module_paths(paths: List[str]) -> Dict[str, str]:
     """Returns path of a stacked pair -> path of PEFT's module around its weight, under Hugging Face's names.
 
-    Raises AdapterError if a module has several adapted parameters whose order of declaration is not known.
+    Raises AdapterError if a module has several adapted parameters whose order of declaration is unknown.
     """
     by_module: Dict[str, Dict[str, str]] = {}
     for path in paths:
@@ -479,19 +479,19 @@ def module_paths(paths: List[str]) -> Dict[str, str]:
 def _parameters_of(module: str, targets: List[str]) -> Optional[List[str]]:
     """Returns the parameters of ``module`` that ``targets`` names, in the order of declaration; None if it has none.
 
-    A parameter called weight is a linear cell's, whose pair is like any other.
+    A parameter called weight belongs to a linear cell, whose pair is like any other.
     """
     leaves = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     ordered = [leaf for leaf in STACKED if leaf in leaves] + [leaf for leaf in leaves if leaf not in STACKED]
     parameters = [f"{module}.{leaf}" for leaf in ordered if leaf != "weight"]
-    # A name by itself is of experts, or it would be of every module.
+    # A name alone refers to experts; otherwise it would match every module.
     named = [target for target in targets if "." in target or module.endswith("experts")]
     ends = tuple(f".{target}" for target in named)
     return [path for path in parameters if f".{path}".endswith(ends)] or None
 
 
 def _unflatten(adapter: Adapter, path: str, stacked: str, rank: int, source: str) -> None:
-    """Makes a stacked pair at ``stacked`` of the matrices at ``path``."""
+    """Builds the stacked pair at ``stacked`` from the matrices at ``path``."""
     flat = {half: adapter.tensors.pop((path, half), None) for half in "AB"}
     for half, array in flat.items():
         if array is None:

@@ -15,7 +15,7 @@ from mindlora.files.adapters.dialects import peft_tuners
 from mindlora.models.target_modules import pattern_value
 from mindlora.models.variants.variant import Variant
 
-# Which modules and parameters the fields of an adapter_config.json select in PEFT, by PEFT's own rule.
+# The modules and parameters that an adapter_config.json selects in PEFT, by PEFT's own rule.
 
 _ALL_LINEAR = "all-linear"
 
@@ -24,7 +24,7 @@ def selects(selection: Mapping[str, Any], modules: Collection[str], parameters: 
     """Returns whether fields of a configuration select these modules and parameters, and name no others.
 
     ``modules`` are the full paths of adapted modules, ``parameters`` those of adapted stacked weights of experts
-    (target_parameters); both under Hugging Face's names. Where there are parameters, each name must be of an adapted
+    (target_parameters); both under Hugging Face's names. With parameters, each name must belong to an adapted
     module: PEFT takes gate_proj for all experts of a model that stacks them.
     """
     targets = selection.get("target_modules") or []
@@ -83,7 +83,7 @@ _MAX_BYTES = 10_000_000  # A configuration with 100,000 module names has a tenth
 _KNOWN_UP_TO = "0.21"
 # Fields that select modules: they are passed on unchanged.
 _SELECTING = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
-# Fields that say nothing about the tensors, or nothing more once they are trained.
+# Fields that say nothing about trained tensors.
 _NEUTRAL = (
     "auto_mapping",
     "corda_config",
@@ -100,9 +100,9 @@ _NEUTRAL = (
     "runtime_config",
     "task_type",
 )
-# Those that other programs add, of which none changes what an adapter computes: ms-swift, transformers, unsloth.
+# Fields that ms-swift, transformers and unsloth add, none of which changes what an adapter computes.
 _OF_OTHERS = ("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio", "transformers_version", "unsloth_fixed")
-# Those that say how a training began, of which PEFT warns beside another init_lora_weights.
+# Fields about the start of training, for which PEFT warns beside another init_lora_weights.
 _OF_INITIALIZERS = ("corda_config", "eva_config", "loftq_config", "lora_ga_config")
 # Fields that change the forward or the base.
 _UNSUPPORTED = {
@@ -114,9 +114,9 @@ _UNSUPPORTED = {
     "use_qalora": "the input is then pooled",
     "velora_config": "the update is then compressed",
 }
-# Initializers that subtract from the base what they put into A and B; two of them always find the same.
+# Initializers that subtract the product of A and B from the base; two of them are deterministic.
 _EXACT_INITIALIZERS = ("pissa", "olora")
-# KaSA, whose change follows from the base too.
+# KaSA, whose change also follows from the base.
 _KASA = "kasa_config"
 _BASE_CHANGING_INITIALIZERS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _USED = (
@@ -142,13 +142,13 @@ _USED = (
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What a reader can take besides plain pairs.
+    """Features that a reader supports besides plain pairs.
 
     Attributes:
         initial_pairs (bool): An adapter as PiSSA, OLoRA or KaSA trains it, whose initial pairs follow from the base.
         token_rows (bool): Single rows of the embedding (trainable_token_indices).
         invocation_tokens (bool): An adapter that acts from its invocation tokens on (alora_invocation_tokens).
-        refusals (list of str): If given, what cannot be read is added to it in words, and the rest is read.
+        refusals (list of str): If given, faults are added to it as text, and the rest is read.
     """
 
     initial_pairs: bool = False
@@ -157,7 +157,7 @@ class Extras:
     refusals: Optional[List[str]] = None
 
     def refuse(self, error: AdapterError) -> None:
-        """Raises an error, or adds its words to ``refusals`` if these are collected."""
+        """Raises an error, or adds its text to ``refusals`` if these are collected."""
         if self.refusals is None:
             raise error
         self.refusals.append(str(error))
@@ -165,7 +165,7 @@ class Extras:
 
 NO_EXTRAS = Extras()
 
-# Fields that are written again as they were read.
+# Fields that are written as they were read.
 _KEPT = (
     *(field for field in _NEUTRAL if field not in _OF_INITIALIZERS),
     "fan_in_fan_out",
@@ -177,7 +177,7 @@ _MLX = ("fine_tune_type", "lora_parameters", "num_layers", "lora_layers")
 _BIASES = ("none", "all", "lora_only")
 # PEFT's default of r and of lora_alpha.
 _DEFAULT_RANK = 8
-# JSON of other programs has 8.0 for 8.
+# Other programs write 8.0 for 8.
 _RANK = Range("a whole number of at least 1", lambda value: value == value // 1 and value >= 1)
 DROPOUT = Range("a number in [0, 1)", lambda value: 0 <= value < 1)
 
@@ -190,13 +190,14 @@ class PeftConfig:
         projection_key (int): VeRA's projection_prng_key.
         rank_pattern, alpha_pattern (dict): Regular expression -> r or lora_alpha.
         modules_to_save (tuple of str): Modules that were trained in full and are saved with the adapter.
-        selection (dict): The fields that select modules, as they are.
+        selection (dict): The fields that select modules, unchanged.
         base_model (str): base_model_name_or_path, or None.
         bias (str): "none", or which biases of the base were trained.
         initializer (str): "pissa", "olora" or "kasa", if the adapter is for the base that it changed; or None.
         token_rows (dict): Module -> indices of the rows of its weight that were trained (trainable_token_indices).
-        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty if on all.
-        kept (dict): The fields that change nothing here and are written again as they are, unknown ones among them.
+        invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty for all
+            tokens.
+        kept (dict): Fields that change nothing here and are written unchanged, unknown ones among them.
     """
 
     rank: int
@@ -228,14 +229,14 @@ class PeftConfig:
 def read(path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
     """Reads an adapter_config.json.
 
-    Raises AdapterFormatError if there is none, a field is invalid or changes the mathematics in an unsupported way, or
-    one that is not known is more than null, false or empty: PEFT adds variants of LoRA as fields.
+    Raises AdapterFormatError if the file is missing, a field is invalid or changes the mathematics in an unsupported
+    way, or an unknown field is not null, false or empty: PEFT adds variants of LoRA as fields.
     """
     return parse(json_object(path), path, extras)
 
 
 def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
-    """Returns the checked content of an adapter_config.json, which errors call ``path``; raises as ``read`` does."""
+    """Returns the checked content of the adapter_config.json at ``path``; raises as ``read`` does."""
     if is_of_mlx(content):
         raise AdapterFormatError(
             f"{path} is mlx-lm's configuration, not PEFT's. Give its folder, with adapters.safetensors in it."
@@ -269,7 +270,7 @@ def parse(content: dict, path: str, extras: Extras = NO_EXTRAS) -> PeftConfig:
 
 
 def is_of_mlx(content: object) -> bool:
-    """Returns whether the content of an adapter_config.json is mlx-lm's, which calls its own configuration so too."""
+    """Returns whether the content of an adapter_config.json is mlx-lm's, which uses the same name."""
     return isinstance(content, dict) and "peft_type" not in content and sum(mark in content for mark in _MLX) >= 2
 
 
@@ -293,7 +294,7 @@ def json_object(path: str) -> dict:
 
 
 def _refuse_unknown(fields: dict, path: str, extras: Extras) -> None:
-    # 0 is a value: it may be the factor of something.
+    # 0 is a value: it may be a factor.
     given = {field: value for field, value in fields.items() if value not in (None, "", [], {}) and value is not False}
     if given:
         named = ", ".join(f"{field} ({shown(value)})" for field, value in given.items())
@@ -343,11 +344,11 @@ def _refuse_unsupported(content: dict, path: str, extras: Extras) -> None:
 
 
 def _exact_initializer(content: dict) -> Optional[str]:
-    """Returns the initializer whose initial pairs are the same whenever they are computed, or None."""
+    """Returns the initializer if its initial pairs are the same at each computation, or None."""
     initializer = content.get("init_lora_weights")
     name = initializer.lower() if isinstance(initializer, str) else ""
     if content.get(_KASA):
-        # On a base that something else has changed too, it would not be exact.
+        # It would not be exact on a base that was changed otherwise too.
         return None if name.startswith(_BASE_CHANGING_INITIALIZERS) else initializers.KASA
     return name if name in _EXACT_INITIALIZERS else None
 
@@ -373,7 +374,7 @@ def _token_rows(value: Any, path: str) -> Dict[str, List[int]]:
 
 
 def check_invocation(tokens: Any, path: str, extras: Extras) -> None:
-    """Refuses an adapter that acts from its invocation tokens on, by the settings at ``path``, where no extra is it."""
+    """Refuses an adapter with invocation tokens in the settings at ``path``, unless ``extras`` allows it."""
     if tokens and not extras.invocation_tokens:
         message = (
             f"{path}: alora_invocation_tokens is {shown(tokens)}, so the adapter acts from these tokens on only "
@@ -408,7 +409,7 @@ def _flag(content: dict, field: str, path: str) -> bool:
 
 
 def _pattern(content: dict, field: str, range_: Range, kind: type, path: str) -> dict:
-    """Returns regular expression -> number, of which each must be in a range."""
+    """Returns regular expression -> number; each number must be in a range."""
     pattern = content.get(field) or {}
     if not isinstance(pattern, dict):
         raise AdapterFormatError(f"{path}: {field} is {shown(pattern)}; it must map regular expressions to numbers.")
@@ -434,7 +435,7 @@ def _names(value: Any, field: str, path: str) -> List[str]:
 
 
 def selection(content: dict, path: str) -> dict:
-    """Returns the fields of ``content`` that select modules, as they are, once their values have been checked."""
+    """Checks the fields of ``content`` that select modules, and returns them unchanged."""
     selected = {field: content[field] for field in _SELECTING if content.get(field) is not None}
     for field in ("target_modules", "target_parameters", "exclude_modules", "layers_pattern"):
         value = selected.get(field)

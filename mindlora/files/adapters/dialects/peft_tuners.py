@@ -1,4 +1,4 @@
-"""PEFT's tuners beside LoRA: configurations with a peft_type of their own, in LoRA's fields and back."""
+"""PEFT's tuners besides LoRA: converts configurations with their own peft_type to LoRA's fields and back."""
 
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
@@ -18,15 +18,15 @@ _COMMON = (
 
 
 class Tuner(NamedTuple):
-    """One peft_type and the variant that it is here.
+    """A peft_type and its variant here.
 
     Attributes:
         fields (tuple of str): The fields that only it has.
         rank (int): PEFT's default of r.
-        dropout (str): Its name of lora_dropout.
-        check (callable): Takes the content of adapter_config.json and its path; raises AdapterFormatError for what is
-            not supported.
-        written (callable): Takes LoRA's content and an adapter; returns the fields besides those that all tuners have.
+        dropout (str): Its name for lora_dropout.
+        check (callable): Takes the content of adapter_config.json and its path; raises AdapterFormatError for settings
+            that are not supported.
+        written (callable): Takes LoRA's content and an adapter; returns the fields that not all tuners have.
     """
 
     variant: Variant
@@ -37,7 +37,7 @@ class Tuner(NamedTuple):
     written: Callable[[Dict, Adapter], Dict]
 
     def as_lora(self, content: Dict, path: str) -> Dict:
-        """Returns its adapter_config.json under LoRA's names, at a scale of 1, once ``check`` has passed it."""
+        """Returns its adapter_config.json under LoRA's names, at a scale of 1, after ``check`` has accepted it."""
         self.check(content, path)
         rank = content.get("r", self.rank)
         return {
@@ -49,7 +49,7 @@ class Tuner(NamedTuple):
         }
 
     def of_lora(self, config: Dict, adapter: Adapter) -> Dict:
-        """Returns the content of such an adapter_config.json, given the content that a LoRA's would have."""
+        """Returns the content of its adapter_config.json, given the content for LoRA."""
         peft_type = next(name for name, tuner in TUNERS.items() if tuner is self)
         common = {field: config[field] for field in _COMMON if field in config}
         return {**common, "peft_type": peft_type, self.dropout: config["lora_dropout"], **self.written(config, adapter)}
@@ -104,7 +104,7 @@ TUNERS = {
         written=_written_of_miss,
     ),
 }
-# Those that are a flag of LoRA there.
+# Variants that are a flag of LoRA in PEFT.
 _FLAGGED = tuple(variant for variant in VARIANTS if variant.peft_flag)
 _BY_VARIANT = {tuner.variant: tuner for tuner in TUNERS.values()}
 
@@ -123,13 +123,13 @@ def variant_of(content: Dict) -> Variant:
 
 
 def as_lora(content: Dict, path: str) -> Dict:
-    """Returns an adapter_config.json under LoRA's names, whatever its peft_type; an unknown one stays."""
+    """Returns an adapter_config.json of any peft_type under LoRA's names; an unknown type is unchanged."""
     tuner = _tuner_of(content)
     return tuner.as_lora(content, path) if tuner else content
 
 
 def of_lora(config: Dict, adapter: Adapter) -> Dict:
-    """Returns the adapter_config.json of the adapter's variant, given the content that a LoRA's would have."""
+    """Returns the adapter_config.json of the adapter's variant, given the content for LoRA."""
     tuner = _BY_VARIANT.get(adapter.variant)
     if tuner:
         return tuner.of_lora(config, adapter)
@@ -137,6 +137,6 @@ def of_lora(config: Dict, adapter: Adapter) -> Dict:
 
 
 def projection_key(content: Dict) -> int:
-    """Returns the seed that VeRA's A and B were drawn from, or 0 if the configuration does not say."""
+    """Returns the seed of VeRA's A and B, or 0 if the configuration has none."""
     key = content.get("projection_prng_key")
     return key if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < 2**64 else 0

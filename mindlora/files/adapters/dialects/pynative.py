@@ -1,7 +1,7 @@
 """The folders of MindFormers 2's PyNative trainer: joined names, one rank and one scale, and a manifest.
 
-A folder is that of one step. The manifest beside the tensors is MindFormers 2.1's and states the settings of the
-adapter, as does the file that mindlora writes there while it trains; without both, lora_alpha is not known. A and B of
+A folder holds one step. The manifest beside the tensors is MindFormers 2.1's and states the settings of the
+adapter, as does the file that mindlora writes there in training; without both, lora_alpha is unknown. A and B of
 experts are stored as [experts, in, r] and [experts, r, out].
 """
 
@@ -43,7 +43,7 @@ logger = logging.getLogger("mindlora")
 
 MANIFEST = "mindformers_adapter_config.json"
 WEIGHTS_FILE = step_folder.file_name(0, 1)
-# The settings of a saved adapter; where pet_config has those of lora_config too, it has the same.
+# The settings of a saved adapter; pet_config repeats those of lora_config unchanged.
 _OF_LORA_CONFIG = ("lora_rank", "lora_alpha", "lora_dropout")
 _OF_PET_CONFIG = (
     *("use_rslora", "rank_pattern", "alpha_pattern", "projection_prng_key", "alora_invocation_tokens"),
@@ -117,9 +117,9 @@ class PyNative(MindFormers):
 
 
 def _append_initial_pairs(adapter: Adapter, file: File) -> None:
-    """Makes an adapter whose lora_init has changed the base in its folder one for the original base.
+    """Converts an adapter whose lora_init changed the base in its folder to one for the original base.
 
-    Raises MissingTensorsError or ShapeMismatchError if there is no initial pair for a pair, or one of another rank.
+    Raises MissingTensorsError or ShapeMismatchError if a pair has no initial pair, or one of another rank.
     """
     stored: Dict[PartKey, str] = {}
     for key, (path, half) in sort(file.keys, PYNATIVE).items():
@@ -145,8 +145,8 @@ def _append_initial_pairs(adapter: Adapter, file: File) -> None:
 def target_regex(paths: Iterable[str]) -> str:
     """Returns a target_modules of lora_config that selects exactly the cells at these paths of parameters.
 
-    The trainer searches it in the path of each cell, which begins with "model.". Once a cell matches, MindFormers 2.0
-    looks for its later siblings under that cell's path, without "model.", so both forms of a path match.
+    The trainer searches for it in the path of each cell, which begins with "model.". Once a cell matches, MindFormers
+    2.0 looks for its later siblings under that cell's path, without "model.", so both forms of a path match.
     """
     # Layer -> its cells, and then cells -> the layers that have exactly these.
     cells_of: Dict[str, List[str]] = {}
@@ -168,7 +168,7 @@ def target_regex(paths: Iterable[str]) -> str:
 
 
 def _whole_alpha(adapter: Adapter) -> Adapter:
-    """Returns an adapter of one rank and scale with a whole number as lora_alpha, for which B is rescaled."""
+    """Returns an adapter of one rank and scale with lora_alpha as a whole number and B rescaled to match."""
     alpha = next(iter(adapter.alphas.values()))
     whole = max(1, round(alpha))
     if whole == alpha:
@@ -182,7 +182,7 @@ def _manifest(adapter: Adapter, paths: Iterable[str]) -> Dict[str, Any]:
     return {
         "format": "mindformers_pynative_lora_adapter_v1",
         "base_load_path": adapter.base_model or "",
-        # MindFormers' fingerprint is of the files of a base, which are not known here: it then warns and goes on.
+        # MindFormers' fingerprint needs the files of the base, which are unknown here: it then warns and continues.
         "base_fingerprint": None,
         "lora_config": {
             "target_modules": target_regex(paths),
@@ -199,7 +199,7 @@ def _manifest(adapter: Adapter, paths: Iterable[str]) -> Dict[str, Any]:
 
 
 def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
-    """Gives an adapter the settings of the run of mindlora that has saved it, from step_folder.RUN.
+    """Sets an adapter's settings from the record of the mindlora run that saved it, step_folder.RUN.
 
     Raises:
         AdapterFormatError: The record does not hold the settings of an adapter.
@@ -247,7 +247,7 @@ def _take_settings_of_run(adapter: Adapter, record: str, file: File) -> None:
 
 
 def _cells(file: File) -> Dict[str, str]:
-    """Returns the path of each pair -> that of its cell in a model of the trainer, which patterns are matched with."""
+    """Returns path of a pair -> path of its cell in the trainer's model, against which patterns are matched."""
     cells = {}
     for key, (path, _) in sort(file.keys, PYNATIVE).items():
         expert = parse_expert_key(key)
@@ -256,7 +256,7 @@ def _cells(file: File) -> Dict[str, str]:
 
 
 def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
-    """Gives an adapter the settings in its manifest, whose rank must be that of the tensors.
+    """Sets an adapter's settings from its manifest, whose rank must be the tensors' rank.
 
     Raises:
         AdapterFormatError: lora_alpha is not a number above 0, or differs from mindlora's metadata.
@@ -281,7 +281,7 @@ def _take_settings(adapter: Adapter, manifest: str, file: File) -> None:
                 f"{manifest}: lora_config.lora_rank is {shown(rank)}, but {path} has rank {adapter.rank(path)}. Give "
                 "the manifest that was saved with these tensors."
             )
-    # MindFormers writes a lora_alpha for MiSS too, which has no scale.
+    # MindFormers writes a lora_alpha even for MiSS, which has no scale.
     if not adapter.variant.no_scale:
         adapter.alphas = dict.fromkeys(adapter.paths, float(alpha))
     dropout = settings.get("lora_dropout", 0.0)

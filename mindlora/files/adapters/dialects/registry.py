@@ -1,4 +1,4 @@
-"""Every form of adapter files: one line each, and which of them a file or a folder is in."""
+"""The forms of adapter files, one line each, and the form of a file or folder."""
 
 from typing import Dict, Tuple
 
@@ -16,7 +16,7 @@ from mindlora.files.adapters.dialects import (
 )
 from mindlora.files.adapters.dialects.dialect import Dialect, File
 
-# A file is in the first of them that matches.
+# A file has the first form that matches.
 DIALECTS: Tuple[Dialect, ...] = (
     tinker.Tinker(),
     peft.Peft(),
@@ -30,14 +30,14 @@ DIALECTS: Tuple[Dialect, ...] = (
     pynative.PyNative(),
     slora.Slora(),
 )
-# What users can have written -> its form.
+# Name that users choose -> form.
 FORMS: Dict[str, Dialect] = {dialect.form: dialect for dialect in DIALECTS if dialect.form}
 # The names of the files with an adapter's tensors in a folder.
 WEIGHTS: Tuple[str, ...] = tuple(name for dialect in DIALECTS for name in dialect.weights)
 
 
 def dialect_of(file: File) -> Dialect:
-    """Returns the form that a file is in; raises AdapterFormatError if that is none of those that are read, or two."""
+    """Returns the form of a file; raises AdapterFormatError if no readable form matches, or two do."""
     for dialect in DIALECTS:
         if dialect.matches(file):
             return dialect

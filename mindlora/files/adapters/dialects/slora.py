@@ -38,7 +38,7 @@ class Slora(MindFormers):
 
 
 def tensors(adapter: Adapter) -> Dict[str, np.ndarray]:
-    """Returns the tensors under slora's keys; raises AdapterError for what slora cannot serve.
+    """Returns the tensors under slora's keys; raises AdapterError for parts that slora cannot serve.
 
     slora multiplies every B by the configuration's single lora_alpha / r, whatever the rank of the pair. A pair whose
     scale differs from that gets the remaining factor multiplied into its B.

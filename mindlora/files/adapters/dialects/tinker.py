@@ -1,8 +1,8 @@
-"""Tinker's adapters, as its checkpoints and its cookbook have them: PEFT's folder with names of Tinker's own.
+"""Tinker's adapters, as in its checkpoints and its cookbook: PEFT's folder with Tinker's own names.
 
 The output head is called unembed_tokens. The experts of a layer have one tensor for each of w1 (gate_proj), w2
-(down_proj) and w3 (up_proj): A [experts, r, in] and B [experts, out, r], where A or B of one expert stands for all.
-Every pair is scaled by lora_alpha / r of the configuration. An adapter with neither of the two is in PEFT's form.
+(down_proj) and w3 (up_proj): A [experts, r, in] and B [experts, out, r], where all experts may share one A or B.
+Every pair is scaled by lora_alpha / r of the configuration. An adapter without both features is in PEFT's form.
 
 Source: tinker_cookbook/weights (tinker-cookbook 0.6.1), which turns such a folder into PEFT's.
 """
@@ -45,7 +45,7 @@ class Tinker(Dialect):
         return Keys(part_keys)
 
     def complete(self, adapter: Adapter, file: File) -> None:
-        """Makes a pair for each expert of what stands for all experts of a layer."""
+        """Gives each expert a pair from the tensors of all experts of a layer."""
         for path in adapter.paths:
             stack = _STACK.match(path)
             if stack:

@@ -22,13 +22,13 @@ from mindlora.files.adapters.sharding.strategy import Piece, Strategy, join, rea
 from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, MCORE
 
-# As CheckpointMonitor names them: the prefix, the rank, how often the run was started, the epoch and the step in it.
+# CheckpointMonitor's names: the prefix, the rank, the number of starts, the epoch and the step in it.
 _FILE = re.compile(
     r"(?P<prefix>.+?)_rank_(?P<rank>\d+)(?:_(?P<start>\d+))?(?P<kind>-trainable_params|-network)?"
     r"-(?P<epoch>\d+)_(?P<step>\d+)(?:_breakpoint)?\.(?:ckpt|safetensors)"
 )
 _RANK = re.compile(r"rank_(\d+)")
-# What MindSpore puts beside the parameters of a whole checkpoint, to resume from.
+# Entries that MindSpore adds to a whole checkpoint for resuming.
 APPENDED = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
 
 
@@ -36,9 +36,9 @@ class RankFile(NamedTuple):
     """The checkpoint of one rank.
 
     Attributes:
-        start (int): How often the run had been started before, under the same name.
+        start (int): How often the run had been started before under the same name.
         epoch, step (int): Epoch, and step in it, from the name of the file.
-        trainable (bool): Whether it holds only what was trained.
+        trainable (bool): Whether it holds only trained parameters.
     """
 
     path: str
@@ -49,12 +49,12 @@ class RankFile(NamedTuple):
 
     @property
     def at(self) -> str:
-        """Epoch and step as the names of the files have them."""
+        """Epoch and step as in the names of the files."""
         return f"{self.epoch}_{self.step}"
 
 
 class Content(NamedTuple):
-    """What was read from a rank's file: mindlora's metadata, or "", and the steps of the run, if the file says so."""
+    """The contents of a rank's file: mindlora's metadata, or "", and the steps of the run, if the file has them."""
 
     path: str
     tensors: Dict[str, np.ndarray]
@@ -63,7 +63,7 @@ class Content(NamedTuple):
 
 
 def find_rank_files(folder: str, at: Optional[str] = None) -> Dict[int, RankFile]:
-    """Returns the file of each rank, all of one step: the newest, or ``at``, epoch and step in it, such as "2_100".
+    """Returns the file of each rank, all at one step: the newest, or ``at``, epoch and step in it, such as "2_100".
 
     ``folder`` holds rank_0, rank_1, ..., with files as CheckpointMonitor of MindFormers names them. Raises AdapterError
     if it does not, a rank lacks a file of this step or has two, or the ranks' newest files are of different steps.
@@ -116,7 +116,7 @@ def read_rank_file(file: RankFile, wanted: Callable[[str], bool]) -> Content:
 
 
 def check_steps(contents: Dict[int, Content]) -> None:
-    """Raises AdapterFormatError if the files say that they were saved after different numbers of steps."""
+    """Raises AdapterFormatError if the files were saved after different numbers of steps."""
     first: Dict[Optional[int], Content] = {}
     for content in contents.values():
         first.setdefault(content.steps, content)
@@ -156,12 +156,12 @@ def rank_file_of(folder: str, rank: int, at: Optional[str] = None) -> RankFile:
 
 @dataclasses.dataclass(frozen=True)
 class GatherReport:
-    """What gather_adapter read and wrote.
+    """The result of gather_adapter.
 
     Attributes:
         checkpoint (str): The folder with the files of all ranks.
         step (str): Epoch and step in it.
-        ranks (int): How many ranks the run had, in ``stages`` pipeline stages.
+        ranks (int): Number of ranks of the run, in ``stages`` pipeline stages.
         lora_ranks (tuple of int): The distinct ranks of the pairs.
         alphas (tuple of float): The distinct lora_alpha.
     """
@@ -206,7 +206,7 @@ def gather_adapter(
             Default: "peft".
         strategy (str): The run's strategy file, merged, or the folder with one for each rank or stage. Default: None,
             the folder "strategy" in ``checkpoint`` or beside it.
-        settings (RunSettings): What the files do not say. Default: nothing.
+        settings (RunSettings): Settings that the files lack. Default: none.
         at (str): Epoch and step in it, such as "2_100". Default: None, the newest.
         overwrite (bool): Whether ``output`` may be replaced. Default: False.
 
@@ -259,7 +259,7 @@ def _strategy_beside(checkpoint: str) -> str:
 
 
 def _wanted(file: RankFile, settings: RunSettings) -> Callable[[str], bool]:
-    """Returns which tensors of a file are the adapter's."""
+    """Returns the names of the adapter's tensors in a file."""
 
     def wanted(name: str) -> bool:
         if mindformers.is_adapter_key(name):

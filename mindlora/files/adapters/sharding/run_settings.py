@@ -1,4 +1,4 @@
-"""What the YAML of a run says about its adapter, which the checkpoints of MindFormers do not."""
+"""Settings of an adapter from the YAML of its run, which the checkpoints of MindFormers lack."""
 
 import dataclasses
 from typing import Any, Dict, Mapping, Optional
@@ -15,7 +15,7 @@ from mindlora.models.lora_config import LoraConfig
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What is known about a run besides its files; lora_alpha is that of all cells, if there is no pet_config."""
+    """Facts about a run besides its files; without pet_config, lora_alpha applies to all cells."""
 
     config: Optional[LoraConfig] = None
     lora_alpha: Optional[float] = None
@@ -41,7 +41,7 @@ class RunSettings:
         return any(names.belongs_to(name, module) for module in modules)
 
     def complete(self, adapter: Adapter, source: str) -> None:
-        """Puts lora_alpha and the other settings into an adapter, unless its metadata has stated them.
+        """Sets lora_alpha and the other settings of an adapter, unless its metadata states them.
 
         Raises ScaleMismatchError if nothing states lora_alpha or two things do, and RankMismatchError if the pet_config
         has another lora_rank than the adapter.
@@ -71,9 +71,9 @@ NOTHING_KNOWN = RunSettings()
 
 
 def heads_of(model_config: Mapping[str, Any], given: Heads) -> Heads:
-    """Returns the sizes of the attention: those that are given, and the others from a model_config of MindFormers.
+    """Returns the sizes of the attention: the given ones, and the others from a model_config of MindFormers.
 
-    Where it does not state the size of a head, the rows of the adapter tell it.
+    Where it lacks the size of a head, the rows of the adapter give it.
     """
     config = ModelConfig(dict(model_config), {})
     layouts: Dict[str, RowLayout] = {}

@@ -27,7 +27,7 @@ FORMS = ("safetensors", "ckpt")
 
 @dataclasses.dataclass(frozen=True)
 class ScatterReport:
-    """What scatter_adapter wrote: for how many ranks, in how many pipeline stages, parameters and each rank's bytes."""
+    """The result of scatter_adapter: the numbers of ranks, pipeline stages and parameters, and each rank's bytes."""
 
     source: str
     output: str
@@ -54,12 +54,12 @@ def scatter_adapter(
     allow_pickle: bool = False,
     overwrite: bool = False,
 ) -> ScatterReport:
-    """Cuts an adapter into what each rank of a sharded run holds, bit for bit: the reverse of gather_adapter.
+    """Cuts an adapter into the slices of the ranks of a sharded run, bit for bit: the inverse of gather_adapter.
 
     Args:
         source (str): An adapter in any form that adapter_files.read takes.
         output (str): The folder to write; it gets rank_0, rank_1, ..., with one file each.
-        strategy (str): The strategy file of the run that is to start from it, or a folder of them.
+        strategy (str): The strategy file, or a folder of them, of the run that is to start from the adapter.
         form (str): "safetensors" or "ckpt". Default: "safetensors".
         settings (RunSettings): lora_alpha, if the source does not state it; the sizes of the attention, if pairs have
             to be joined or split. Default: nothing.
@@ -104,7 +104,7 @@ def _write(folder: str, rank: int, slices: Dict[str, np.ndarray], text: str, for
 
 
 def _named(adapter: Adapter, strategy: Strategy, source: str, settings: RunSettings) -> Dict[str, np.ndarray]:
-    """Returns the adapter's tensors under the names that the strategy has for them."""
+    """Returns the adapter's tensors under the strategy's names."""
     keys = _keys(strategy)
     known_paths = names.canonical({path for path, _ in keys.values()} - {""}, among=strategy.cells())
     _take_form(adapter, known_paths, settings.heads)
@@ -147,9 +147,9 @@ def _keys(strategy: Strategy) -> Dict[str, PartKey]:
 
 
 def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads) -> None:
-    """Gives ``adapter`` the paths and the joined cells that the run has, as load_lora does for a network.
+    """Gives ``adapter`` the paths and the joined cells of the run, as load_lora does for a network.
 
-    ``known`` is the run's own path -> the path that adapters have the cell under.
+    ``known`` maps the run's own path to the cell's path in adapters.
     """
     head_dim = heads.head_dim or _head_dim(adapter, heads)
     shapes = {
@@ -167,7 +167,7 @@ def _take_form(adapter: Adapter, known: Mapping[str, str], heads: Heads) -> None
 
 
 def _head_dim(adapter: Adapter, heads: Heads) -> Optional[int]:
-    """Returns the size of a head that the rows of a joined cell of the adapter tell, or None."""
+    """Returns the size of a head by the rows of a joined cell of the adapter, or None."""
     if not heads.heads or not heads.kv_heads:
         return None
     for path in adapter.paths:
@@ -177,7 +177,7 @@ def _head_dim(adapter: Adapter, heads: Heads) -> Optional[int]:
 
 
 def _rows(adapter: Adapter, path: str, heads: Heads) -> Optional[int]:
-    """Returns the rows of a joined cell of which the adapter has members; of any other cell, what splitting needs."""
+    """Returns the rows of a joined cell whose members the adapter has; for other cells, the sizes for splitting."""
     present = names.canonical(adapter.paths)
     rows = {name: len(adapter.tensors[own, "B"]) for own, name in present.items() if (own, "B") in adapter.tensors}
     members = names.joined_parts(path)

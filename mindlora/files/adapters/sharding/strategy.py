@@ -1,4 +1,4 @@
-"""Strategy: which rank of a run holds which part of which parameter; cutting tensors so, and joining the parts."""
+"""Strategy: which rank of a run holds which part of which parameter; cuts tensors accordingly and joins the parts."""
 
 import math
 from typing import Dict, List, NamedTuple, Sequence, Tuple
@@ -24,12 +24,12 @@ class Slice(NamedTuple):
 
     @property
     def where(self) -> Tuple[slice, ...]:
-        """What selects the part in an array of the whole."""
+        """The index that selects the part in the whole array."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.begin, self.shape))
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a tensor, and which part that is."""
+    """One rank's part of a tensor, and its place."""
 
     source: str
     part: Slice
@@ -75,11 +75,11 @@ class Strategy:
         return list(dict.fromkeys(name for layouts in self.stages.values() for name in layouts))
 
     def cells(self) -> List[str]:
-        """Returns the paths of the cells that these parameters belong to, as far as it was recorded."""
+        """Returns the paths of the cells to which these parameters belong, as far as they were recorded."""
         return list(dict.fromkeys(name.rpartition(".")[0] for name in self.names()))
 
     def slice_of(self, name: str, rank: int, shape: Shape) -> Slice:
-        """Returns which part of a parameter a rank holds, of which it has a slice of this shape."""
+        """Returns which part of a parameter a rank holds, given the shape of its slice."""
         return slice_of(self.layouts(rank)[name], rank % self.devices, shape, name)
 
     def check_knows(self, names: List[str], source: str) -> None:
@@ -99,12 +99,12 @@ def read_strategy(path: str) -> Strategy:
 
 
 def parts_of(layout: Layout, rank: int, name: str) -> Tuple[Shape, Shape]:
-    """Returns along each axis into how many parts a tensor is cut, and which of them a rank (of its stage) holds.
+    """Returns, for each axis, the number of parts of a tensor and the part that a rank (of its stage) holds.
 
-    Along an axis that several axes of the device matrix cut, the first of them cuts most coarsely. What optimizer
-    parallelism cuts is the first axis of the slice that remains, among the ranks that share it.
+    Along an axis that several axes of the device matrix cut, the first of them cuts most coarsely. Optimizer
+    parallelism cuts the first axis of the remaining slice among the ranks that share it.
 
-    Raises AdapterFormatError if the layout contradicts itself, or is one of uneven slices.
+    Raises AdapterFormatError if the layout contradicts itself or has uneven slices.
     """
     matrix = layout.dev_matrix
     if layout.uneven:
@@ -157,7 +157,7 @@ def slice_of(layout: Layout, rank: int, shape: Shape, name: str) -> Slice:
 
 
 def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
-    """Returns what a rank of its stage holds of a whole tensor, as a copy.
+    """Returns a copy of the part of a whole tensor that a rank of its stage holds.
 
     Raises AdapterFormatError as ``parts_of`` does, and ShapeMismatchError if the parts would not be equal.
     """
@@ -174,10 +174,10 @@ def cut(array: np.ndarray, layout: Layout, rank: int, name: str) -> np.ndarray:
 
 
 def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
-    """Returns the whole tensor that pieces make up: each element comes from one slice, and copies of it are equal.
+    """Joins pieces into the whole tensor: each element comes from one slice, and its copies are equal.
 
-    Raises ShapeMismatchError if the pieces are of different wholes or overlap, AdapterFormatError if two of one part
-    differ, and MissingTensorsError if a part is in none of them.
+    Raises ShapeMismatchError if the pieces belong to different tensors or overlap, AdapterFormatError if copies of a
+    part differ, and MissingTensorsError if a part is missing.
     """
     first = pieces[0]
     for piece in pieces:
@@ -216,7 +216,7 @@ def join(name: str, pieces: Sequence[Piece]) -> np.ndarray:
 
 
 def _opt_index(layout: Layout, used: Sequence[int], place: List[int], name: str) -> int:
-    """Returns which part of a slice, cut by optimizer parallelism, the rank at a place of the device matrix holds."""
+    """Returns which part of a slice, cut by optimizer parallelism, a rank's place in the device matrix holds."""
     matrix = layout.dev_matrix
     left = layout.opt_shard_size
     index, weight = 0, 1

@@ -1,1 +1,1 @@
-"""Base models as they are published in quantized forms: one module for each form, and the registry of all."""
+"""Published quantized forms of base models: one module for each form, and the registry of all."""

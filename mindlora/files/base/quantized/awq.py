@@ -15,7 +15,7 @@ from mindlora.core.numerics.dtypes import FLOATS
 from mindlora.files.base.quantized.gptq import INT32, QWEIGHT, group_size, groups_of, settings_of
 from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors, unpacked
 
-# Where in a word each of its eight channels is.
+# The place in a word of each of its eight channels.
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 _BITS, _IN_WORD = 4, 8
 

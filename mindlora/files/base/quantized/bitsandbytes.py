@@ -1,6 +1,6 @@
 """bitsandbytes' weights: 4 bits (NF4, FP4) in blocks of the flattened weight, and 8 bits (LLM.int8) by rows.
 
-4 bits: W = map[code] * absmax of the block, of two codes in a byte the first one in the high half. With double
+4 bits: W = map[code] * absmax of the block, where the first code of a byte is in its high half. With double
 quantization, absmax = nested_map[its code] * nested_absmax of its block + nested_offset. 8 bits: W = codes * SCB / 127.
 
 Sources: Dettmers et al., QLoRA, 2023, and LLM.int8(), 2022; bitsandbytes' QuantState.as_dict has the names.
@@ -17,24 +17,24 @@ from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.nf4 import BLOCK, TABLE
 from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredTensors
 
-# How the name of the tensor that describes a weight in 4 bits goes on after the weight's.
+# Suffix of the tensor that describes a 4-bit weight, after the weight's name.
 STATE = ".quant_state.bitsandbytes__"
 _KINDS = {"nf4": "NF4", "fp4": "FP4"}
 _FLOAT, _BYTE = np.dtype("<f4"), np.dtype("u1")
-# 1 / 127 as bitsandbytes writes it.
+# 1 / 127 in bitsandbytes' rounding.
 _OF_127 = np.float32(7.874015718698502e-3)
 
 
 class _FourBits(NamedTuple):
-    """What is known of a weight in 4 bits.
+    """The description of a weight in 4 bits.
 
     Attributes:
         pairs (ndarray): float32 [256, 2], the two values of each byte.
         block (int): Numbers that share an absmax.
-        absmax (str): Name of the tensor with them, or with their codes.
-        nested (ndarray or None): float32 [256], the values of the codes of absmax.
-        nested_absmax (ndarray or None): float32, what they are multiplied with, for each ``nested_block`` of them.
-        offset (float): What is added then.
+        absmax (str): Name of the tensor with the absmax, or with their codes.
+        nested (ndarray or None): float32 [256], the values of absmax's codes.
+        nested_absmax (ndarray or None): float32, the factor for each ``nested_block`` of these values.
+        offset (float): The number added after that.
     """
 
     pairs: np.ndarray
@@ -47,9 +47,9 @@ class _FourBits(NamedTuple):
 
 
 def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
-    """Returns the weights in 4 and 8 bits; the tensors say themselves how they are packed.
+    """Returns the weights in 4 and 8 bits; the tensors describe their own packing.
 
-    Raises CheckpointError, naming the tensor, if one is missing or is not as its weight needs it.
+    Raises CheckpointError, naming the tensor, if one is missing or does not suit its weight.
     """
     made = []
     for name, info in stored.tensors.items():
@@ -82,7 +82,7 @@ def _eight_bits(stored: StoredTensors, name: str) -> PackedWeight:
         decoded *= _OF_127
         return decoded
 
-    # Decoded they are rounded twice, as bitsandbytes does; held, the scale is rounded before.
+    # Decoding rounds twice, as bitsandbytes does; in held weights, the scale is rounded first.
     integers = Integers(
         8,
         1,

@@ -1,8 +1,8 @@
 """The weights of compressed-tensors (llm-compressor): packed integers, 8-bit integers, and FP8.
 
 W = (code - zero) * scale, with a scale for each group of columns, each row, each block, or the tensor. pack-quantized
-packs codes of a row in words, each plus 2^(bits - 1); its zeros are packed along the rows. Activations that were to be
-quantized too stay in float.
+packs codes of a row in words, each plus 2^(bits - 1); its zeros are packed along the rows. Quantized activations
+stay in float here.
 
 Source: compressed-tensors' PackedQuantizationCompressor and NaiveQuantizationCompressor.
 """
@@ -25,14 +25,14 @@ _INT8, _INT64 = np.dtype("i1"), np.dtype("<i8")
 
 
 class _Schemes(NamedTuple):
-    """What config_groups say of weights; which tensor has which scheme its shapes tell.
+    """The weights' schemes in config_groups; a tensor's shapes show which scheme it has.
 
     Attributes:
         bits (list of int): num_bits.
         groups (list of int): group_size.
         block (list or None): block_structure, [rows, columns].
         has_zeros (bool): Whether all schemes are asymmetric, so that every weight has zeros.
-        has_order (bool): Whether all have their columns out of turn (actorder "group"), so that every weight says how.
+        has_order (bool): Whether all have reordered columns (actorder "group"), so that every weight stores its order.
     """
 
     bits: List[int]
@@ -93,7 +93,7 @@ def _schemes(stored: StoredTensors, settings: Mapping[str, Any]) -> _Schemes:
 
 
 def _objects(stored: StoredTensors, settings: Mapping[str, Any], key: str) -> Dict[str, Any]:
-    """Returns an object of the settings, empty if there is none."""
+    """Returns an object of the settings, or an empty one if it is missing."""
     value = settings.get(key) or {}
     if not isinstance(value, dict):
         raise CheckpointError(f"{stored.path}: {key} of config.json is {value!r}, not an object. Copy it again.")
@@ -172,7 +172,7 @@ def _in_int8(stored: StoredTensors, path: str, schemes: _Schemes) -> PackedWeigh
 
 
 def _groups(stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int], schemes: Optional[_Schemes]) -> int:
-    """Returns into how many groups of columns the scales divide a weight."""
+    """Returns the number of groups into which the scales divide a weight's columns."""
     rows, columns = shape
     of_scale = stored.part(name, scale).shape
     groups = of_scale[1] if len(of_scale) == 2 else 1
@@ -188,7 +188,7 @@ def _groups(stored: StoredTensors, scale: str, name: str, shape: Tuple[int, int]
 
 
 def _scales(stored: StoredTensors, name: str, begin: int, end: int) -> np.ndarray:
-    """Returns the scales or zeros of rows [begin, end): [end - begin, groups], or [1, 1] for one of all."""
+    """Returns the scales or zeros of rows [begin, end): [end - begin, groups], or [1, 1] for a single one."""
     shape = stored.tensors[name].shape
     if not shape or shape[0] == 1:
         return stored.read(name).reshape(1, -1)

@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are quantized, in what form, and the checkpoint with those weights decoded."""
+"""Finds the quantized weights of a checkpoint and their form, and decodes them."""
 
 import os
 from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
@@ -16,17 +16,17 @@ from mindlora.files.base.quantized.modelslim import DESCRIPTION
 from mindlora.files.base.quantized.registry import FORMS, Form
 from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
 
-# What config.json calls the settings of a quantization. compressed-tensors' first versions had the second.
+# The keys of config.json for the settings of a quantization. compressed-tensors' first versions used the second.
 SETTINGS = ("quantization_config", "compression_config")
-# What msModelSlim adds to it, such as "w8a8".
+# The key that msModelSlim adds, with a value such as "w8a8".
 _MODELSLIMS = "quantize"
-# What config.json calls the dtype of a model: since transformers 5, and before.
+# The keys of config.json for the dtype of a model: since transformers 5, and before.
 _STATED = ("dtype", "torch_dtype")
 CONFIG_NOTE = "The config.json that was written does not say quantization_config any more."
-# A file of its own beside config.json, as AutoGPTQ and AutoAWQ wrote it -> the method, which it does not always say.
+# A separate file beside config.json, written by AutoGPTQ and AutoAWQ -> the method, which it does not always state.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _DTYPES: Dict[str, np.dtype] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": BFLOAT16}
-# In what no model has a weight that is not quantized.
+# Dtypes that only quantized weights have.
 _CODES = (FLOAT8_E4M3, *map(np.dtype, ("i1", "u1", "<i4")))
 
 
@@ -34,11 +34,11 @@ class DecodedWeights(NamedTuple):
     """The quantized weights of a checkpoint.
 
     Attributes:
-        weights (dict): Name -> PackedWeight, under the names that they have where they are not quantized.
-        left_out (list of str): Tensors by which activations are quantized.
-        dtype (dtype): What the weights are decoded to.
-        held (frozenset of str): Those that are read as one of the tensors that hold them in their own bits.
-        field (str): Which one: "codes", "zeros" or "scales".
+        weights (dict): Name -> PackedWeight, under the names of unquantized weights.
+        left_out (list of str): Tensors that quantize activations.
+        dtype (dtype): The dtype of the decoded weights.
+        held (frozenset of str): Weights that are read as one of the tensors that hold them in their own bits.
+        field (str): That tensor: "codes", "zeros" or "scales".
     """
 
     weights: Dict[str, PackedWeight]
@@ -49,11 +49,11 @@ class DecodedWeights(NamedTuple):
 
     @property
     def forms(self) -> List[str]:
-        """The forms of the weights, in words."""
+        """The forms of the weights, for messages."""
         return list(dict.fromkeys(weight.form for weight in self.weights.values()))
 
     def info(self, name: str) -> TensorInfo:
-        """Returns the dtype and shape of a decoded weight, or of what holds it."""
+        """Returns the dtype and shape of a decoded weight, or of the tensor that holds it."""
         shape, dtype = self.weights[name].shape, self.dtype
         integers = self.weights[name].integers
         if name in self.held and integers is not None:
@@ -61,19 +61,19 @@ class DecodedWeights(NamedTuple):
         return TensorInfo(dtype, shape, 0, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Returns rows [begin, end) of a weight, decoded in float32 and rounded once, or of what holds it."""
+        """Returns rows [begin, end) of a weight, decoded in float32 and rounded once, or of the tensor holding it."""
         if name in self.held:
             return rows_of(self.weights[name], self.field, begin, end)
         return from_float32(self.weights[name].rows(begin, end), self.dtype)
 
     def renamed(self, file_of: Mapping[str, str]) -> Dict[str, str]:
-        """Returns name -> file of a checkpoint's tensors with each weight in the place of its first part."""
+        """Returns name -> file of a checkpoint's tensors, with each weight in the place of its first part."""
         weight_of = {weight.parts[0]: name for name, weight in self.weights.items()}
         gone = {part for weight in self.weights.values() for part in weight.parts[1:]}.union(self.left_out)
         return {weight_of.get(name, name): file for name, file in file_of.items() if name not in gone}
 
     def notes(self, held: str = "") -> List[str]:
-        """Returns what was decoded, into which dtype (``held``, or that of the rows), and what was left out."""
+        """Returns notes on the decoded weights, their dtype (``held``, or the rows') and the tensors left out."""
         to = held or dtype_name(self.dtype)
         notes = []
         if self.held:
@@ -97,17 +97,17 @@ def decoded_weights(
     """Returns the quantized weights of a checkpoint, or None if it has none.
 
     Args:
-        stored (StoredTensors): All its tensors.
+        stored (StoredTensors): All tensors of the checkpoint.
         config (mapping): The content of config.json.
-        folder (str): Where it is.
-        is_folder (bool): Whether the checkpoint is all of the folder, which config.json then describes.
-        dtype (dtype): What weights are decoded to; None for the dtype that config.json says, or float32.
+        folder (str): The checkpoint's folder.
+        is_folder (bool): Whether the checkpoint is the whole folder, which config.json then describes.
+        dtype (dtype): The dtype of decoded weights; None for the dtype in config.json, or float32.
 
-    Raises CheckpointError if they are in a form that is not known, or a tensor of one is missing or wrong.
+    Raises CheckpointError if their form is unknown, or one of their tensors is missing or wrong.
     """
     settings = _settings(stored, config, folder)
     has_codes = any(info.dtype in _CODES for info in stored.tensors.values())
-    # A file of another form may be beside the folder's own.
+    # A file of another form may lie beside the folder's own.
     if settings is None or not is_folder and not has_codes:
         return None
     form = _form_of(settings, stored.path)
@@ -141,14 +141,14 @@ def decoded_weights(
 
 
 def decoded_config(config: Mapping[str, Any], dtype: np.dtype) -> Dict[str, Any]:
-    """Returns the content of a config.json for weights decoded to ``dtype``, without the settings of quantization."""
+    """Returns the content of config.json for weights decoded to ``dtype``, without the settings of quantization."""
     content = {key: value for key, value in config.items() if key not in (*SETTINGS, _MODELSLIMS)}
     content.update({key: dtype_name(dtype) for key in _STATED if key in config})
     return content
 
 
 def _settings(stored: StoredTensors, config: Mapping[str, Any], folder: str) -> Optional[Mapping[str, Any]]:
-    """Returns the settings of the quantization, with quant_method; None if nothing says that there is one."""
+    """Returns the settings of the quantization, with quant_method; None without any."""
     described = [name for name in sorted(os.listdir(folder)) if name.startswith(DESCRIPTION) and name.endswith(".json")]
     if described:
         return {**_read(os.path.join(folder, described[0])), "quant_method": "msmodelslim"}

@@ -1,9 +1,9 @@
 """Weights in FP8 (float8_e4m3): W = codes * scale, with a scale for each block, each row, or the tensor.
 
-DeepSeek-V3 and Qwen3-FP8 have blocks of 128 x 128 and call the scales weight_scale_inv, which they are multiplied with
-all the same; others have weight_scale.
+DeepSeek-V3 and Qwen3-FP8 have blocks of 128 x 128 and call the scales weight_scale_inv, although they are factors
+too; others have weight_scale.
 
-Sources: DeepSeek-V3's inference code and transformers' finegrained_fp8, whose decoding this is; Micikevicius et al.,
+Sources: DeepSeek-V3's inference code and transformers' finegrained_fp8, which decode the same way; Micikevicius et al.,
 FP8 Formats for Deep Learning, 2022, for E4M3.
 """
 
@@ -32,7 +32,7 @@ VALUES = _values()
 def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWeight]:
     """Returns the weights in FP8; ``settings`` may have weight_block_size, [rows, columns].
 
-    Raises CheckpointError, naming the tensor, if a scale is missing or not one of the weight's.
+    Raises CheckpointError, naming the tensor, if a scale is missing or does not suit its weight.
     """
     block = settings.get("weight_block_size")
     if block is not None and not is_block(block):
@@ -45,7 +45,7 @@ def weights(stored: StoredTensors, settings: Mapping[str, Any]) -> List[PackedWe
 
 
 def in_float8(stored: StoredTensors, name: str, block: Optional[List[int]]) -> PackedWeight:
-    """Returns the weight ``name``, whose scales are those of blocks if ``block`` is their size."""
+    """Returns the weight ``name``; ``block`` is the size of the blocks that have a scale each, if any."""
     info = stored.tensors[name]
     if len(info.shape) != 2 or not name.endswith(".weight"):
         raise CheckpointError(
@@ -69,11 +69,11 @@ def scaled(
 
     Args:
         stored (StoredTensors): The tensors.
-        name (str): The codes, [out, in], of one byte each.
-        scale (str): The scales: of blocks if ``block`` is given, else [out] or [out, 1], or a single one.
+        name (str): Name of the codes, [out, in], of one byte each.
+        scale (str): Name of the scales: of blocks if ``block`` is given, else [out] or [out, 1], or a single one.
         block (list): Rows and columns of a block, or None.
         values (ndarray): The float32 value of each of 256 codes.
-        kind (str): What the codes are, for reports.
+        kind (str): The kind of the codes, for reports.
     """
     rows, columns = stored.matrix(name)
     form = f"{kind} with one scale"
@@ -107,5 +107,5 @@ def _rows(
 
 
 def is_block(block: Any) -> bool:
-    """Returns whether these are the rows and columns of a block."""
+    """Returns whether the value is the rows and columns of a block."""
     return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)

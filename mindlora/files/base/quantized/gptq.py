@@ -1,8 +1,8 @@
 """GPTQ's weights: W[n, k] = (code[k, n] - zero[group of k, n]) * scale[group of k, n], in 2, 3, 4 or 8 bits.
 
 qweight packs the codes along in_channels, qzeros the zeros along out_channels. Files of version 1, which are most, hold
-zero - 1; those of checkpoint_format gptq_v2 hold the zero. With desc_act the columns of a group are not in turn: g_idx
-has the group of each.
+zero - 1; those of checkpoint_format gptq_v2 hold the zero. With desc_act the columns of a group are not adjacent: g_idx
+has the group of each column.
 
 Sources: Frantar et al., GPTQ, 2023; the layouts are AutoGPTQ's and GPTQModel's.
 """
@@ -20,7 +20,7 @@ from mindlora.files.base.quantized.stored import Integers, PackedWeight, StoredT
 QWEIGHT = ".qweight"
 INT32 = np.dtype("<i4")
 _BITS = (2, 3, 4, 8)
-# checkpoint_format -> what is added to a stored zero.
+# checkpoint_format -> the number to add to a stored zero.
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
@@ -53,9 +53,10 @@ def _check_choice(stored: StoredTensors, key: str, value: Any, choices: Sequence
 
 
 def settings_of(stored: StoredTensors, settings: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Returns the settings of one weight: GPTQModel's dynamic has others for what its first matching pattern matches.
+    """Returns the settings of one weight, which the first matching pattern of GPTQModel's dynamic may change.
 
-    A pattern is a regular expression on the beginning of a path, after "+:" or nothing; what follows "-:" is in float.
+    A pattern is a regular expression on the beginning of a path, after "+:" or nothing; after "-:", matches are in
+    float.
     """
     dynamic = settings.get("dynamic") or {}
     try:
@@ -71,7 +72,7 @@ def settings_of(stored: StoredTensors, settings: Mapping[str, Any], path: str) -
 
 
 def group_size(stored: StoredTensors, settings: Mapping[str, Any]) -> Optional[int]:
-    """Returns how many columns share a scale; None for all of them."""
+    """Returns the number of columns that share a scale; None for all of them."""
     size = settings.get("group_size", settings.get("q_group_size", -1))
     if type(size) is not int or size == 0 or size < -1:
         raise CheckpointError(
@@ -109,7 +110,7 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
         parts.append(g_idx)
         order = group_order(stored, g_idx, columns, groups, why)
     if bias in stored.tensors and not to_float32(stored.read(bias)).any():
-        # Some programs give each cell a bias, of zeros where the model has none.
+        # Some programs give each cell a bias, of zeros if the model has none.
         parts.append(bias)
 
     def read_codes(begin: int, end: int) -> np.ndarray:
@@ -117,7 +118,7 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
         return as_signed(codes) if bits == 8 else codes
 
     def read_zeros(begin: int, end: int) -> np.ndarray:
-        # Zeros are packed along the rows: 32 of them begin with a word.
+        # Zeros are packed along the rows: every 32 of them begin a word.
         first = begin // 32 * 32
         read = stored.read_columns(qzeros, first * bits // 32, words_for(end, bits))
         zeros = unpacked(read, bits, end - first)[:, begin - first :]
@@ -133,7 +134,7 @@ def _weight(stored: StoredTensors, path: str, bits: int, size: Optional[int], of
 
 
 def group_order(stored: StoredTensors, name: str, columns: int, groups: int, why: str) -> Optional[np.ndarray]:
-    """Returns the group of each column, as the tensor ``name`` has it; None if they are in turn."""
+    """Returns the group of each column, from the tensor ``name``; None if groups are adjacent columns in order."""
     stored.check(name, [(columns,)], [INT32], why)
     order = stored.read(name)
     if order.min() < 0 or order.max() >= groups:

@@ -1,7 +1,7 @@
-"""Weights held in their own bits: what a checkpoint stores of a weight in integers, as the tensors that hold it.
+"""Weights held in their own bits: a checkpoint's integers, as the tensors that hold a weight.
 
-mindlora.core.numerics.integers says what these are. Each has a row for each row of the weight, so what joins or renames
-weights does the same to it.
+mindlora.core.numerics.integers describes these tensors. Each has a row per row of the weight, so joining or renaming
+weights applies to them as well.
 """
 
 from typing import Dict, Iterable, Mapping
@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def why_not_held(weight: PackedWeight) -> str:
-    """Returns why the operator integer_linear cannot hold a weight in its own bits, or ""."""
+    """Returns the reason why the operator integer_linear cannot hold a weight in its own bits, or ""."""
     integers, columns = weight.integers, weight.shape[1]
     if integers is None or integers.bits not in BITS:
         return f"it is in {weight.form}, but only integers of 4 or 8 bits can be held"
@@ -53,7 +53,7 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
 
 
 def form_of(integers: Integers) -> IntegerForm:
-    """Returns how a weight is held."""
+    """Returns the form in which a weight is held."""
     return IntegerForm(integers.bits, integers.groups, integers.dtype)
 
 

@@ -1,8 +1,8 @@
 """msModelSlim's weights in 8-bit integers and FP8 (W8A8, W8A16, ...), as Ascend's model zoo publishes them.
 
-W = (code - weight_offset) * weight_scale, of each row or of each group of its columns. A weight in W8A8 may lack both:
-then W = code * deq_scale / input_scale. quant_model_description.json says of each tensor what it is; what quantizes
-activations (input_scale, deq_scale, quant_bias, ...) is left out.
+W = (code - weight_offset) * weight_scale, per row or per group of its columns. A weight in W8A8 may lack both:
+then W = code * deq_scale / input_scale. quant_model_description.json describes each tensor; tensors that quantize
+activations (input_scale, deq_scale, quant_bias, ...) are left out.
 
 Sources: msModelSlim 26.1, which writes them (ascendv1.py, complex_quantifier.py); vllm-ascend, which reads them.
 """
@@ -26,9 +26,9 @@ _KINDS = {
     **dict.fromkeys(("W8A8", "W8A8_MIX", "W8A8S", "W8A8_DYNAMIC", "W8A16", "W4A4_DYNAMIC"), _INT8),
     "WFP8AFP8_DYNAMIC": FLOAT8_E4M3,
 }
-# Activations have one scale there, and its product with those of the weight may be all that is stored.
+# Activations have one scale there, and the file may hold only its product with the weight's scales.
 _WITH_INPUT_SCALE = ("W8A8", "W8A8S")
-# The ends of tensors by which a model turns its activations while it runs.
+# The ends of tensors with which a model rotates its activations as it runs.
 _TURNS = (".heads_rotation", ".kronecker_rotation_m", ".kronecker_rotation_n", ".div.mul_scale")
 # (begin, end) of rows -> float32.
 Rows = Callable[[int, int], np.ndarray]
@@ -81,7 +81,7 @@ def _weight(stored: StoredTensors, name: str, kind: str) -> PackedWeight:
 
 
 def _stated(stored: StoredTensors, name: str) -> Tuple[Tuple[str, ...], Rows, Rows]:
-    """Returns the tensors with the scales and the offsets of a weight, and how their rows are read."""
+    """Returns the tensors with the scales and the offsets of a weight, and the reader of their rows."""
     scale, offset = f"{name}_scale", f"{name}_offset"
     rows, columns = stored.matrix(name)
     groups = (*stored.part(name, scale).shape[1:], 1)[0]
@@ -101,12 +101,12 @@ def _stated(stored: StoredTensors, name: str) -> Tuple[Tuple[str, ...], Rows, Ro
 
 
 def _through_inputs(stored: StoredTensors, name: str) -> Tuple[Tuple[str, ...], Rows, Rows]:
-    """Returns the same of a weight without them: deq_scale is the product of its scales and that of its inputs."""
+    """Returns the same for a weight without them: deq_scale is the product of its scales and its inputs' scale."""
     path, rows = name.rpartition(".")[0], stored.matrix(name)[0]
     product, of_inputs = f"{path}.deq_scale", f"{path}.input_scale"
     stored.part(name, product)
     stored.part(name, of_inputs)
-    # The bits of float32 are kept as int64, unless the model is in bfloat16.
+    # The file keeps the bits of float32 as int64, unless the model is in bfloat16.
     stored.check(product, [(rows,), (rows, 1)], [_FLOAT32, _INT64], name)
     stored.check(of_inputs, [(1,), ()], FLOATS, name)
 

@@ -1,4 +1,4 @@
-"""The forms of quantized base models that can be read: what a config.json calls each, and the module that knows it."""
+"""The readable forms of quantized base models: each one's name in config.json, and its module."""
 
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Tuple
 
@@ -10,9 +10,9 @@ class Form(NamedTuple):
     """A form of quantized weights.
 
     Attributes:
-        title (str): What users call it.
+        title (str): Its name for users.
         weights (callable): (StoredTensors, settings) -> the PackedWeight of each weight in this form.
-        of_activations (tuple of str): Last parts of the names of tensors by which activations are quantized. They are
+        of_activations (tuple of str): Last parts of the names of tensors that quantize activations. They are
             left out: activations stay in float.
     """
 
@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
 # Scales of quantized keys and values, which stay in float too.
 _OF_CACHE = ("k_scale", "v_scale", "kv_cache_scale", "kv_cache_offset")
-# quant_method of quantization_config -> the form. msModelSlim's has a description of its own.
+# quant_method of quantization_config -> the form. msModelSlim has its own description file.
 FORMS: Dict[str, Form] = {
     "fp8": Form("FP8", fp8.weights, ("activation_scale", "input_scale", *_OF_CACHE)),
     "bitsandbytes": Form("bitsandbytes", bitsandbytes.weights),

@@ -1,4 +1,4 @@
-"""What a form of quantized weights is decoded from: the tensors as a checkpoint's files hold them, and packed codes.
+"""The sources of decoding: the tensors stored in a checkpoint's files, and packed codes.
 
 Codes of a few bits are packed one after the other, the first in the lowest bits.
 """
@@ -18,13 +18,13 @@ class PackedWeight(NamedTuple):
     """A weight of a linear cell that is stored in few bits.
 
     Attributes:
-        name (str): What it is called where it is not packed, such as model.layers.0.self_attn.q_proj.weight.
+        name (str): Its name when it is not packed, such as model.layers.0.self_attn.q_proj.weight.
         shape (tuple): [out_channels, in_channels].
-        parts (tuple of str): The tensors that it is stored as.
-        form (str): In what form, for reports.
-        rows (callable): (begin, end) -> float32, those rows decoded. Several threads call it at once.
-        nf4 (bool): Whether its blocks are ones that mindlora's own NF4 can have: see nf4.repacked.
-        integers (Integers or None): Its integers, of a weight that is made of such.
+        parts (tuple of str): The tensors that store it.
+        form (str): Its form, for reports.
+        rows (callable): (begin, end) -> the decoded rows, float32. Several threads call it at once.
+        nf4 (bool): Whether mindlora's own NF4 can have its blocks: see nf4.repacked.
+        integers (Integers or None): Its integers, if it consists of integers.
     """
 
     name: str
@@ -37,16 +37,16 @@ class PackedWeight(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """The integers of a weight: W = (code - zero) * scale, of the group of each column.
+    """The integers of a weight: W = (code - zero) * scale, with the zero and scale of each column's group.
 
     Attributes:
-        bits (int): Of a code.
-        groups (int): Of the columns, each with a scale and a zero of its own.
-        dtype (dtype): That of the scales, as they are stored.
-        codes (callable): (begin, end) -> integers [rows, columns] of those rows; of 8 bits they are signed.
-        zeros (callable): (begin, end) -> numbers [rows, groups], or [1, 1] for one of all.
-        scales (callable): (begin, end) -> [rows, groups], or [1, 1] for one of all.
-        order (ndarray or None): The group of each column; None if they are in turn.
+        bits (int): Bits of a code.
+        groups (int): Number of groups of columns, each with its own scale and zero.
+        dtype (dtype): The stored dtype of the scales.
+        codes (callable): (begin, end) -> integers [rows, columns] of these rows; those of 8 bits are signed.
+        zeros (callable): (begin, end) -> numbers [rows, groups], or [1, 1] for a single one.
+        scales (callable): (begin, end) -> [rows, groups], or [1, 1] for a single one.
+        order (ndarray or None): The group of each column; None if groups are adjacent columns in order.
     """
 
     bits: int
@@ -58,17 +58,17 @@ class Integers(NamedTuple):
     order: Optional[np.ndarray] = None
 
     def decoded(self, begin: int, end: int) -> np.ndarray:
-        """Returns those rows in float32."""
+        """Returns these rows, decoded, in float32."""
         zeros = self.zeros(begin, end).astype(np.float32)
         return from_groups(self.codes(begin, end), zeros, to_float32(self.scales(begin, end)), self.order)
 
     def as_weight(self, name: str, shape: Shape, parts: Tuple[str, ...], form: str) -> PackedWeight:
-        """Returns the PackedWeight that is made of them."""
+        """Returns the PackedWeight made of these integers."""
         return PackedWeight(name, shape, parts, form, self.decoded, integers=self)
 
 
 class StoredTensors:
-    """The tensors of safetensors files, with checks that name what is wrong.
+    """The tensors of safetensors files, with checks that name the fault.
 
     Args:
         path (str): The checkpoint, for errors.
@@ -85,7 +85,7 @@ class StoredTensors:
         self.tensors: Dict[str, TensorInfo] = {name: file.tensors[name] for name, file in self._files.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor as it is stored."""
+        """Returns a tensor in its stored form."""
         return self._files[name].read(name)
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
@@ -97,7 +97,7 @@ class StoredTensors:
         return self._files[name].read_columns(name, begin, end)
 
     def part(self, weight: str, *names: str) -> TensorInfo:
-        """Returns the first of ``names`` that there is; raises CheckpointError if ``weight`` lacks them all."""
+        """Returns the first of ``names`` that exists; raises CheckpointError if ``weight`` lacks them all."""
         there = [name for name in names if name in self.tensors]
         if not there:
             raise CheckpointError(
@@ -114,7 +114,7 @@ class StoredTensors:
         return shape[0], shape[1]
 
     def check(self, name: str, shapes: Sequence[Shape], dtypes: Sequence[np.dtype], why: str) -> None:
-        """Raises CheckpointError unless a tensor has one of the shapes and dtypes; ``why`` says what asks for them."""
+        """Raises CheckpointError unless a tensor has one of the shapes and dtypes; ``why`` says what requires them."""
         info = self.tensors[name]
         if info.shape in shapes and info.dtype in dtypes:
             return
@@ -136,7 +136,7 @@ _CODES_OF_BYTE = {bits: _bytes_apart(bits) for bits in (1, 2, 4)}
 
 
 def words_for(count: int, bits: int) -> int:
-    """Returns how many words of 32 bits hold ``count`` codes."""
+    """Returns the number of 32-bit words that hold ``count`` codes."""
     return -(-count * bits // 32)
 
 
@@ -144,9 +144,9 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Returns the first ``count`` codes of each row.
 
     Args:
-        words (ndarray): int32 [rows, words]; where ``bits`` does not divide 32, codes go on in the next word.
-        bits (int): Of a code, 1 to 8.
-        count (int): Codes of a row.
+        words (ndarray): int32 [rows, words]; if ``bits`` does not divide 32, codes continue in the next word.
+        bits (int): Bits of a code, 1 to 8.
+        count (int): Number of codes in a row.
 
     Returns:
         ndarray, uint8 [rows, count].
@@ -156,7 +156,7 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return in_bytes[:, :count]
     if bits in _CODES_OF_BYTE:
         return _CODES_OF_BYTE[bits][in_bytes].reshape(len(words), -1)[:, :count]
-    # As many bytes as a code has bits hold eight codes.
+    # Eight codes take as many bytes as a code has bits.
     in_bytes = np.pad(in_bytes, [(0, 0), (0, -in_bytes.shape[1] % bits)])
     eight = np.zeros((len(words), in_bytes.shape[1] // bits), np.uint64)
     for index in range(bits):
@@ -166,20 +166,20 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def as_signed(codes: np.ndarray) -> np.ndarray:
-    """Returns codes of 8 bits less 128 as int8, which is to turn over their highest bit."""
+    """Returns 8-bit codes minus 128 as int8, which flips their highest bit."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
 
 def from_groups(
     codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group_of: Optional[np.ndarray] = None
 ) -> np.ndarray:
-    """W = (codes - zeros) * scales, of the group of each column.
+    """W = (codes - zeros) * scales, with the zero and scale of each column's group.
 
     Args:
         codes (ndarray): Integers [rows, columns].
-        zeros (ndarray): float32 [rows, groups], or [1, 1] for one.
+        zeros (ndarray): float32 [rows, groups], or [1, 1] for a single one.
         scales (ndarray): float32 [rows, groups].
-        group_of (ndarray): Integers [columns], the group of each column. Default: None, groups of equal size in turn.
+        group_of (ndarray): Integers [columns], the group of each column. Default: None, adjacent groups of equal size.
 
     Returns:
         ndarray, float32 [rows, columns].

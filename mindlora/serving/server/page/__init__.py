@@ -1,6 +1,6 @@
-"""The page that ``mindlora serve`` shows a browser: chats with one model, or with two side by side.
+"""The page of ``mindlora serve`` for browsers: chats with one model, or with two side by side.
 
-It is one file, with headers that keep a browser from loading or running anything else on it.
+It is one file, with headers that forbid a browser to load or run anything else on it.
 """
 
 import base64
@@ -9,7 +9,7 @@ import hashlib
 import os
 from typing import Dict, Tuple
 
-# In the order in which they use each other.
+# In the order of their dependencies.
 _SCRIPTS = ("texts.js", "server.js", "answers.js", "page.js")
 
 

@@ -1,6 +1,6 @@
-"""What ``auto_register: bridge.LlamaConfig`` imports, to use mindlora under MindFormers' own run_mindformer.py.
+"""The module for ``auto_register: bridge.LlamaConfig``, to use mindlora under MindFormers' run_mindformer.py.
 
-That line belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
+This setting belongs under model.model_config, which MindFormers builds before the network, so that mindlora is loaded
 when pet_config is read. MindFormers copies this file elsewhere before importing it, hence the absolute imports.
 """
 
@@ -13,7 +13,7 @@ from mindlora.training.launch import hooks  # noqa: F401  importing it registers
 
 
 class LlamaConfig(MindFormersLlamaConfig):
-    """MindFormers' LlamaConfig that also checks pet_config: on a typo there, MindFormers trains the whole network."""
+    """MindFormers' LlamaConfig with a check of pet_config: on a typo there, MindFormers trains the complete network."""
 
     def __init__(self, *args, pet_config: Optional[Mapping] = None, **kwargs):
         if pet_config:

@@ -1,11 +1,11 @@
-"""What ``auto_register: pynative_bridge.Adapters`` imports, to use mindlora under run_mindformer.py --mode 1.
+"""The module for ``auto_register: pynative_bridge.Adapters``, to use mindlora under run_mindformer.py --mode 1.
 
-That line belongs under model, which MindFormers reads before it builds the model and its adapters. MindFormers copies
-this file elsewhere before importing it, hence the absolute import.
+This setting belongs under model, which MindFormers reads before it builds the model and its adapters. MindFormers
+copies this file elsewhere before importing it, hence the absolute import.
 """
 
 from mindlora.training.pynative import hooks  # noqa: F401  importing it replaces MindFormers' LoRA
 
 
 class Adapters:
-    """A class for MindFormers' registry, which takes nothing but classes. Nothing makes an instance of it."""
+    """A class for MindFormers' registry, which accepts only classes. It is never instantiated."""
