@@ -105,8 +105,8 @@ class Nf4Linear(OperatorCell):
     def squared_norms(self, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         """||W||^2 of each row, float32 [N].
 
-        The cpu path adds them up as it decodes W. Elsewhere a table has the sum of squares for each byte of codes, which
-        takes about 4 bytes per weight during the call; it begins only once ``after``, of any shape, is computed.
+        The cpu path adds them up as it decodes W. Elsewhere a table has the sum of squares for each byte of codes. That
+        takes about 4 bytes per weight during the call, which begins only once ``after``, of any shape, is computed.
         """
         if self.path == "cpu":
             return self.norms_kernel(self.vector, codes, absmax, scales, offsets)

@@ -229,8 +229,8 @@ MINDLORA_INLINE float SquaredNorm(const typename Format::Weight& w, int64_t row)
         typename Format::Part parts[kBlocks];
         Format::Read(w, row, start, blocks, parts);
         for (int64_t b = 0; b < blocks; ++b) {
-            Format::Each(w.codes + (row * w.blocks + start + b) * Format::kBytes, parts[b],
-                [&](int, Vec v) { sum += v * v; });
+            Format::Each(
+                w.codes + (row * w.blocks + start + b) * Format::kBytes, parts[b], [&](int, Vec v) { sum += v * v; });
         }
     }
     return Sum(sum);

@@ -67,7 +67,7 @@ class LoftqInitializer:
         if not config.variant.is_plain:
             raise ConfigError(
                 f"{config.variant.field} is True, and quantize_checkpoint makes the adapters of plain LoRA alone. "
-                f"Leave it out, or quantize a network with apply_lora, whose lora_init {config.lora_init!r} goes with it."
+                f"Leave it out, or quantize a network with apply_lora, which takes it with {config.lora_init!r}."
             )
         self._weights = weights
         self._config = config

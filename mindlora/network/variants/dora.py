@@ -150,11 +150,12 @@ class DoRADense(LoRADense):
         return self
 
     def _sample(self):
-        """Rows of W as it is stored, as copies."""
-        return [
-            array[np.linspace(0, len(array) - 1, min(_SAMPLED_ROWS, len(array))).astype(int)]
-            for array in (tensor.asnumpy() for tensor in self._stored())
-        ]
+        """Returns copies of some rows of W as it is stored."""
+        samples = []
+        for tensor in self._stored():
+            array = tensor.asnumpy()
+            samples.append(array[np.linspace(0, len(array) - 1, min(_SAMPLED_ROWS, len(array))).astype(int)])
+        return samples
 
 
 def row_norms(weight: Rows, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
