@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora.training.report.history import read_history
 from tests.support.chat_templates import CHATML, chat_tokenizer
 from tests.support.held_bases import save_bases
 from tests.support.runs import python, succeeded
@@ -45,7 +46,14 @@ def test_the_adapter_is_the_one_of_the_decoded_base(runs):
     is_dora = "use_dora" in (folder / "held" / "lora_checkpoint" / "best" / "adapter_config.json").read_text()
     assert is_dora == any("magnitude" in name for name in held)
     for name, array in decoded.items():
-        np.testing.assert_allclose(held[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+        if is_dora:
+            # Adam makes whole steps of the last bits of gradients that are almost zero, which those of A are at first.
+            assert np.linalg.norm(held[name] - array) < 0.1 * np.linalg.norm(array), name
+        else:
+            np.testing.assert_allclose(held[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+    losses = {name: read_history(str(folder / name)).series("loss")[1] for name in printed}
+    assert len(losses["held"]) > 1
+    np.testing.assert_allclose(losses["held"], losses["decoded"], rtol=1e-5)
     assert "14 weights are held in their own bits: GPTQ in 4 bits." in printed["held"]
     assert "14 weights are decoded from GPTQ in 4 bits to float32." in printed["decoded"]
 
