@@ -202,7 +202,7 @@ def _merge(arguments: argparse.Namespace) -> Any:
         raise ConfigError(f"--to gguf writes a file, but --output is {arguments.output}: give one that ends in .gguf.")
     if arguments.outtype and not is_gguf:
         raise ConfigError(
-            f"--outtype is of a GGUF file, but --output is {arguments.output}: give a file that ends in .gguf."
+            f"--outtype is for GGUF files, but --output is {arguments.output}: give a file that ends in .gguf."
         )
     with _Bar("base merge") as bar:
         return merge_checkpoint(

@@ -118,7 +118,7 @@ def _evaluate(arguments: argparse.Namespace) -> "EvalReport":
 def _check(arguments: argparse.Namespace, adapters: Adapters) -> None:
     """Raises ConfigError for options that are wrong regardless of the files."""
     if not any((arguments.texts, arguments.rows, arguments.choices, arguments.answers, arguments.forgetting)):
-        raise ConfigError("Nothing is to be measured: give --texts, --rows, --choices, --answers or --forgetting.")
+        raise ConfigError("There is nothing to measure: give --texts, --rows, --choices, --answers or --forgetting.")
     if arguments.forgetting and not adapters.chosen:
         raise ConfigError("--forgetting compares adapters with their base: name at least one with --adapter.")
     for option in ("forgetting", "overlap", "limit"):

@@ -147,7 +147,7 @@ def _report(arguments: argparse.Namespace) -> Union[PageReport, LivePageReport]:
     if arguments.live:
         return _show_live(arguments)
     if arguments.port is not None:
-        raise ConfigError("--port is that of the page that a browser is shown: add --live.")
+        raise ConfigError("--port is for the live page: add --live.")
     one = os.path.join(arguments.runs[0], "report.html") if len(arguments.runs) == 1 else "comparison.html"
     output = arguments.output or one
     write_report(arguments.runs, output)

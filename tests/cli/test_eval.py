@@ -114,7 +114,7 @@ def test_a_picture_is_drawn_and_the_run_gets_a_section(run, tmp_path):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ((), "Nothing is to be measured: give --texts"),
+        ((), "There is nothing to measure: give --texts"),
         (("--forgetting", "3"), "--forgetting compares adapters with their base"),
         (("--texts", "a.txt", "--limit", "0"), "--limit is 0: it must be at least 1"),
         (("--texts", "a.txt", "--overlap", "65"), "--overlap is 65, but a window has 64 tokens"),

@@ -51,7 +51,7 @@ def test_runs_are_listed(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--port", "0"), "--port is that of the page that a browser is shown: add --live."),
+        (("--port", "0"), "--port is for the live page: add --live."),
         (("--live", "--output", "x.html"), "--live writes no file: leave out --output."),
     ],
 )

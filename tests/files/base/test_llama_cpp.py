@@ -188,4 +188,4 @@ def test_the_command(base, adapter, tmp_path, capsys):
     assert cli.main([*start, str(tmp_path / "x"), "--to", "gguf"]) == 1
     assert "give one that ends in .gguf" in capsys.readouterr().err
     assert cli.main([*start, str(tmp_path / "x"), "--outtype", "f16"]) == 1
-    assert "--outtype is of a GGUF file" in capsys.readouterr().err
+    assert "--outtype is for GGUF files" in capsys.readouterr().err
