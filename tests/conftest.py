@@ -60,9 +60,11 @@ NOT_QUICK = (
 )
 # What takes twenty seconds and more of a core, and CI leaves out.
 LONG = (
+    "tests/ascend_backend/test_training.py::test_the_llama_yaml_trains",
     "tests/e2e/test_adapters.py::test_each_adapter",
     "tests/e2e/test_alora.py::test_two_processes",
     "tests/e2e/test_classifier_runs.py::test_two_processes",
+    "tests/e2e/test_eval.py",
     "tests/e2e/test_preference_runs.py::test_two_processes",
     "tests/examples/test_text_to_image.py::test_the_program_runs",
     "tests/ops/test_ascend_pynative.py::test_the_source_compiles",
@@ -71,7 +73,8 @@ LONG = (
     "tests/scripts/test_bench_start.py",
     "tests/test_documented_runs.py::test_commands_with_a_model_are_done",
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
-    "tests/training/exchange/test_ranks.py::test_all_ranks",
+    "tests/training/several/test_mcore_runs.py",
+    "tests/training/several/test_rl_runs.py::test_a_llama_s_adapter",
 )
 
 

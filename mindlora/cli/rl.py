@@ -6,6 +6,8 @@ import dataclasses
 from mindlora.cli.verb import Verb, add_command
 from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import read_merged, value_at
+from mindlora.run.checks.pynative import is_pynative
+from mindlora.training.rl.pynative_rules import AT_THE_TOP
 from mindlora.training.rl.rules import KEY
 
 
@@ -28,11 +30,11 @@ class RlRun:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " It samples answers to prompts, has them rated, and learns from that, over one copy of the weights: "
-        "mindlora-run on a YAML with runner_wrapper.rl, as mindlora configs --prompts writes it. --a.b.c VALUE and the "
-        "flags of mindlora-run override keys of the YAML."
+        "mindlora-run on a YAML with runner_wrapper.rl, as mindlora configs --prompts writes it, or of MindFormers' "
+        "PyNative Trainer with rl. --a.b.c VALUE and the flags of mindlora-run override keys of the YAML."
     )
     parser.add_argument(
-        "yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl"
+        "yaml", metavar="YAML", help="complete MindFormers YAML of a training run with runner_wrapper.rl, or with rl"
     )
     parser.add_argument(
         "--resume",
@@ -46,15 +48,19 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rl(arguments: argparse.Namespace) -> RlRun:
-    if value_at(read_merged(arguments.yaml), KEY) is None:
+    content = read_merged(arguments.yaml)
+    in_pynative = is_pynative(content)
+    key = AT_THE_TOP if in_pynative else KEY
+    if value_at(content, key) is None:
         raise ConfigError(
-            f"{arguments.yaml} has no {KEY}, which names prompts, and rewards or a teacher. Write such a YAML with "
+            f"{arguments.yaml} has no {key}, which names prompts, and rewards or a teacher. Write such a YAML with "
             "mindlora configs --from FOLDER --prompts FILE --rewards NAME, or train on data with mindlora-run."
         )
     from mindlora.training.launch import launcher
 
+    mode = ["--mode", "1"] if in_pynative else []
     resume = [] if arguments.resume is None else ["--resume", *filter(None, [arguments.resume])]
-    return RlRun(arguments.yaml, launcher.main(["--config", arguments.yaml, *resume, *arguments.overrides]))
+    return RlRun(arguments.yaml, launcher.main(["--config", arguments.yaml, *mode, *resume, *arguments.overrides]))
 
 
 VERBS = (Verb("rl", "Train an adapter on rewards for its own answers (GRPO, RLOO).", _options),)

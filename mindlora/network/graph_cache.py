@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import types
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -52,6 +52,9 @@ _BOOKKEEPING = {
 }
 # A class lists here attributes that change in training and that no graph reads: keys do not depend on them.
 UNREAD = "UNREAD_BY_GRAPHS"
+# MindFormers notes in a model's configuration which data a run trains on, and the settings of its adapters. What these
+# make of the model is in the key cell by cell; seeds, rates, names and paths are in no graph.
+_CONFIGURATIONS, _NOTED = ("PretrainedConfig", "TransformerConfig"), ("dataset_config", "pet_config")
 _SETTINGS = ("mode", "device_target", "jit_level", "jit_config", "jit_syntax_level", "deterministic", "max_call_depth")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, np.generic, np.dtype)
 # Packages whose functions a version, or a digest of files in the key, identifies.
@@ -68,6 +71,30 @@ class CompiledOnce(nn.Cell):
             super().compile(*args, **kwargs)
         else:
             cache.compile(self, (*args, *kwargs.items()), functools.partial(super().compile, *args, **kwargs))
+
+
+@contextlib.contextmanager
+def in_graph_mode() -> Iterator[None]:
+    """Lets cells be graphs, in a process that computes in PyNative mode otherwise.
+
+    The mode is that of all threads: none of the others may compute meanwhile.
+    """
+    mode = ms.get_context("mode")
+    if mode != ms.GRAPH_MODE:
+        ms.set_context(mode=ms.GRAPH_MODE)
+    try:
+        yield
+    finally:
+        if mode != ms.GRAPH_MODE:
+            ms.set_context(mode=mode)
+
+
+class CompiledInAnyMode(CompiledOnce):
+    """CompiledOnce that is a graph in PyNative mode too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with in_graph_mode():
+            return super().__call__(*args, **kwargs)
 
 
 def home_folder() -> pathlib.Path:
@@ -362,9 +389,8 @@ class _Walk:
         self._token("object", _name(kind))
         self.add(kind, where)
         unread = getattr(kind, UNREAD, ())
-        if any(base.__name__ == "PretrainedConfig" for base in kind.__mro__):
-            # MindFormers notes in a model's configuration which data the run trains on.
-            unread = ("dataset_config",)
+        if any(base.__name__ in _CONFIGURATIONS for base in kind.__mro__):
+            unread = _NOTED
         attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
             # Lazy attributes are None until they are read, and empty then.

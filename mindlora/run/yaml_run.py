@@ -136,6 +136,11 @@ class YamlRun:
         return self.family if self.is_mcore else self.model_class
 
     @property
+    def predicted_layers(self) -> int:
+        """How many layers of the model predict tokens after the next one, as far as the YAML says."""
+        return self.model.get("num_nextn_predict_layers") or self.model.get("mtp_num_layers") or 0
+
+    @property
     def class_key(self) -> str:
         """The key that names ``head_class``."""
         return f"{MODEL}.architectures" if self.is_mcore else "model.arch.type"

@@ -17,6 +17,7 @@ from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import fingerprints_of
 from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.embedding import embedding_types
+from mindlora.network.graph_cache import in_graph_mode
 from mindlora.network.load_base import CACHES
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.registry import adaptable_linear_types
@@ -59,6 +60,8 @@ class TrainedEngine:
         AdapterError: The adapter of a file cannot be used, or was trained on another base.
     """
 
+    # Cells choose their operators for the graphs that they become.
+    @in_graph_mode()
     def __init__(
         self,
         networks: Mapping[str, nn.Cell],

@@ -12,7 +12,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.linear_base import LinearBase
-from mindlora.network.graph_cache import CompiledOnce
+from mindlora.network.graph_cache import CompiledInAnyMode, CompiledOnce
 from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.quantized.quantized_dense import QuantizedDense
@@ -192,7 +192,7 @@ def _check_pools(pools: Mapping[str, Union[MultiLoRADense, MultiLoRAExperts]]) -
         )
 
 
-class ServedStep(CompiledOnce):
+class ServedStep(CompiledInAnyMode):
     """One step of a MindFormers model over its cache: chunks of prompts with decode tokens beside them, or only these.
 
     The network comes from build_network and add_pools; ``slots_of_tokens`` is the Parameter that all pools share, or
@@ -274,7 +274,7 @@ class ServedStep(CompiledOnce):
         return self.head(hidden, slots, last), hidden
 
 
-class ServedHead(CompiledOnce):
+class ServedHead(CompiledInAnyMode):
     """The logits after some tokens of a step, a few at a time: all tokens' logits could be larger than the model.
 
     Inputs:

@@ -8,7 +8,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.numerics.dtypes import to_float32
-from mindlora.network.graph_cache import CompiledOnce
+from mindlora.network.graph_cache import CompiledInAnyMode
 from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.serving.multi_lora_dense import MultiLoRADense
 from mindlora.network.tensors import to_array, to_tensor
@@ -144,7 +144,7 @@ class SlotPools:
         self._write(Tensor(np.zeros(1, np.int32)), nothing, *self._nothing)
 
 
-class _WriteAll(CompiledOnce):
+class _WriteAll(CompiledInAnyMode):
     """Writes to all cells' pools in one graph; blocks may have any number of rows."""
 
     def __init__(self, cells):
@@ -179,7 +179,7 @@ class _Write(nn.Cell):
         return self.write(self.pool, self.ranks, self.scales, slot, block, scale)
 
 
-class _WriteGains(CompiledOnce):
+class _WriteGains(CompiledInAnyMode):
     """Writes all cells' gains of one slot, [1, out_channels] each, in one graph."""
 
     def __init__(self, cells):

@@ -82,6 +82,7 @@ def test_rows_that_mindformers_packs_train_a_model_that_a_folder_describes(tmp_p
     run = run_yaml(packed_run(tmp_path, column, length), folder=tmp_path, environment=environment)
     assert run.returncode == 0, run.output[-3000:]
     assert "step:[    2/    2]" in run.output
+    assert run.on_cpu == () and (tmp_path / "out/lora_checkpoint/step_2").is_dir()
     # The report says what the device had to hold, not what stays between two steps.
     memory = read_history(str(tmp_path / "out")).series("memory_bytes")[1]
     assert memory[-1] == run.peak_bytes and memory[0] > 0.99 * run.peak_bytes

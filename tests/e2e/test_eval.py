@@ -10,6 +10,7 @@ import yaml
 from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
+from tests.support.what_runs import shows
 
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
 BUDGET = 0.3
@@ -57,6 +58,7 @@ def test_the_adapter_is_better_where_it_was_trained_and_has_forgotten(example):
         assert float(number) == pytest.approx(float(told), rel=0.05)
 
 
+@shows("forgetting", "llama")
 def test_a_run_keeps_within_its_budget(example):
     folder, _ = example
     config = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))

@@ -16,11 +16,11 @@ from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.e2e.test_msrun import ENTRY
 from tests.support import tiny_runs
-from tests.support.mcore_networks import scaled, tiny_qwen3
+from tests.support.mcore_networks import MAKE, scaled
 from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
-from tests.support.what_runs import shows
+from tests.support.what_runs import OF_EXPERTS, showing, shows
 
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
 PAIRS, EPOCHS = 32, 4
@@ -102,18 +102,21 @@ class Runs:
 
 
 class McoreRuns(Runs):
-    """The same, of one of MindFormers' mcore models: a Qwen3 with random weights."""
+    """The same, of one of MindFormers' mcore models with random weights."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, model):
         base = folder / "base.ckpt"
         with in_mode(ms.GRAPH_MODE):
-            ms.save_checkpoint(scaled(tiny_qwen3(), 0.4), str(base))
+            ms.save_checkpoint(scaled(MAKE[model](), 0.4), str(base))
         super().__init__(folder, base)
+        self.model = model
 
     def model_config(self, train, callbacks, base):
         """The YAML of the model, which learns labels."""
         pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-        return mcore_config(train, EPOCHS, callbacks, pet, load_checkpoint=base)
+        if self.model in OF_EXPERTS:
+            pet["target_parameters"] = ["mlp.experts"]
+        return mcore_config(train, EPOCHS, callbacks, pet, self.model, load_checkpoint=base)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,7 @@ def runs(request, tmp_path_factory):
     if request.param == "llama":
         return Runs(folder, request.getfixturevalue("base"))
     request.getfixturevalue("mindformers")
-    return McoreRuns(folder)
+    return McoreRuns(folder, request.param)
 
 
 def of_models(*names):
@@ -154,6 +157,15 @@ def test_the_rewards_come_into_the_right_order(plain):
     assert held_out(plain, "reward_accuracy")[-1] > 0.8 and held_out(plain, "reward_margin")[-1] > 0.5
     kl = plain.history.series("kl")[1]
     assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
+
+
+@of_models(*showing("preference", "experts"))
+def test_adapters_on_routed_experts_learn_the_pairs(plain):
+    """With random weights and routers, eight held-out pairs say little: the last epoch says what was learned."""
+    assert len(plain.losses) == STEPS and plain.losses[1] == pytest.approx(BEGIN, rel=1e-5)
+    accuracy, margin = (plain.history.series(f"reward_{name}")[1] for name in ("accuracy", "margin"))
+    assert accuracy[-STEPS // EPOCHS :].mean() > 0.8 and margin[-STEPS // EPOCHS :].min() > 1
+    assert held_out(plain, "reward_margin")[-1] > 0.1
 
 
 @of_models("qwen3")

@@ -9,6 +9,7 @@ import yaml
 from mindlora.training.report.history import read_history
 from tests.support import stories260k
 from tests.support.runs import ROOT, python, succeeded
+from tests.support.what_runs import shows
 
 PROMPT = "Once upon a time, Ben saw a red ball at home."
 PROGRAMS = {"mindlora": "mindlora.cli", "mindlora-run": "mindlora.training.launch.launcher"}
@@ -65,6 +66,7 @@ def test_every_step_is_measured(history):
     assert losses[0] == pytest.approx(0.693147, abs=1e-4) and losses[-1] < losses[0]
 
 
+@shows("answers", "llama")
 def test_answers_before_and_after(history):
     before, after = history.answers
     assert (before["step"], after["step"]) == (0, history.last_step)

@@ -53,6 +53,7 @@ VARIANTS = {
     ),
     "pissa": ({**LORA, "lora_init": "pissa_niter_4"}, ["pissa"]),
     "olora": ({**LORA, "lora_init": "olora"}, ["pissa"]),
+    "mica": ({**LORA, "lora_init": "mica"}, ["mica"]),
     "4 bits": ({**LORA, "quantize_base": "nf4"}, ["nf4"]),
     "loftq": ({**LORA, "quantize_base": "nf4"}, ["loftq"]),
 }
@@ -63,7 +64,7 @@ VARIANTS.update(
         for name, key in IN_4_BITS.items()
     }
 )
-_LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "4 bits"]
+_LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "mica", "4 bits"]
 # What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits.
 ALWAYS = {
     "qwen3": ["ranks", "frozen A", "dora", "miss", "vera", "pissa", "olora", "loftq", *IN_4_BITS.values()],

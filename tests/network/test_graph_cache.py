@@ -288,12 +288,17 @@ def test_what_changes_while_it_trains_and_no_graph_reads_changes_no_key():
 
 
 @pytest.mark.usefixtures("mindformers")
-def test_the_data_that_mindformers_notes_in_a_configuration_changes_no_key():
+@pytest.mark.parametrize("noted", ["dataset_config", "pet_config"])
+@pytest.mark.parametrize("is_mcore", [False, True], ids=["legacy", "mcore"])
+def test_what_mindformers_notes_in_a_configuration_changes_no_key(noted, is_mcore):
     from mindformers import LlamaConfig
+    from mindformers.parallel_core.transformer_config import TransformerConfig
 
     def of(**settings):
         cell = Scale()
-        cell.config = LlamaConfig(**settings)
+        cell.config = TransformerConfig(num_attention_heads=2, num_layers=1) if is_mcore else LlamaConfig()
+        for name, value in settings.items():
+            setattr(cell.config, name, value)
         return key(cell)
 
-    assert of(dataset_config={"path": "one"}) == of(dataset_config={"path": "two"}) != of(hidden_size=8)
+    assert of(**{noted: {"seed": 1}}) == of(**{noted: {"seed": 2}}) != of(hidden_size=8)

@@ -1,4 +1,4 @@
-"""Classifiers with adapters, on Llama, Qwen2 and Qwen3: scores of PEFT's adapters here, and of ours in PEFT."""
+"""Classifiers with adapters: scores of PEFT's adapters here, and of ours in PEFT."""
 
 import mindspore as ms
 import numpy as np
@@ -10,24 +10,44 @@ from mindlora.network.load_base import load_base
 from mindlora.training.model.mcore_model import McoreRows
 from tests.conftest import in_mode
 from tests.peers.conftest import TOKENS, llama_keys
-from tests.support.mcore_networks import save_for_transformers, scaled, tiny_qwen3, tiny_qwen3_classifier
+from tests.support.mcore_networks import keys_of_folder, save_for_transformers, scaled, tiny_classifier, tiny_qwen3
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
 from tests.support.what_runs import shows
 
 LABELS = 3
-# A Qwen3's q, k and v are one cell.
-LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+_LORA = {"r": 4, "lora_alpha": 6, "lora_dropout": 0.0}
+_DENSE = {**_LORA, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
+_EXPERTS = {**_LORA, "target_parameters": cases.EXPERT_WEIGHTS}
+# PEFT's adapters, and the keys of ours. An mcore model's q, k and v, or what leads to latents of them, are one cell.
+ADAPTERS = {
+    "llama": (_DENSE, {"target_modules": ["wq", "w2"]}),
+    "qwen2": (_DENSE, {"target_modules": ["wq", "w2"]}),
+    "qwen3": (_DENSE, {"target_modules": ["linear_qkv", "linear_fc2"]}),
+    "qwen3_moe": (
+        {**_EXPERTS, "target_modules": ["q_proj", "k_proj", "v_proj"]},
+        {"target_modules": ["linear_qkv"], "target_parameters": ["mlp.experts"]},
+    ),
+    "deepseek_v3": (
+        {**_EXPERTS, "target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"]},
+        {"target_modules": ["linear_qb", "linear_kvb", "linear_proj"], "target_parameters": ["mlp.experts"]},
+    ),
+}
+MCORE = ("qwen3", *cases.EXPERT_MODELS)
 CLASSES = {"SEQ_CLS": "ForSequenceClassification", "TOKEN_CLS": "ForTokenClassification"}
 # Texts of several lengths, padded at the end.
 IDS = np.random.default_rng(3).integers(3, cases.VOCABULARY, (3, TOKENS)).astype(np.int32)
 IDS[1, 9:] = IDS[2, 4:] = 0
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+# A minute each: tests/e2e/test_classifier_runs.py trains one with each change.
+_LONG = [pytest.param(model, marks=pytest.mark.long) for model in cases.EXPERT_MODELS]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", *_LONG])
 def family(request):
-    """The architecture: MindFormers' legacy Llama in PyNative, or its mcore Qwen3 in graph mode."""
-    with in_mode(ms.GRAPH_MODE if request.param == "qwen3" else ms.PYNATIVE_MODE):
+    """The architecture: MindFormers' legacy Llama in PyNative, or one of its mcore models in graph mode."""
+    with in_mode(ms.GRAPH_MODE if request.param in MCORE else ms.PYNATIVE_MODE):
         yield request.param
 
 
@@ -38,8 +58,11 @@ def model(family, made, peer, mindformers, tmp_path_factory):
         return made.models["grouped"], {}
     if family == "qwen3":
         base = scaled(tiny_qwen3(num_hidden_layers=2), 0.4)
-        return save_for_transformers(base, tmp_path_factory.mktemp("qwen3")), {}
-    folder = tmp_path_factory.mktemp("qwen2")
+        return save_for_transformers(base, tmp_path_factory.mktemp("qwen3")), {"num_hidden_layers": 2}
+    folder = tmp_path_factory.mktemp(family)
+    if family in MCORE:
+        peer.make_folder(folder=folder, kind=family, config=cases.EXPERT_MODELS[family], seed=5)
+        return folder, keys_of_folder(folder)
     config = {**cases.MODELS["grouped"][1], "use_sliding_window": False}
     peer.make_folder(folder=folder, kind="qwen2", config=config, seed=5)
     return folder, {"qkv_has_bias": True}
@@ -50,8 +73,8 @@ def make_classifier(model, family, make_llama):
     """Returns a function that builds the classifier of a task with the base's weights."""
 
     def make(task, labels=LABELS):
-        if family == "qwen3":
-            network = tiny_qwen3_classifier(f"Qwen3{CLASSES[task]}", labels, num_hidden_layers=2)
+        if family in MCORE:
+            network = tiny_classifier(family, CLASSES[task], labels, **model[1])
             load_base(network, str(model[0]))
             return network
         from mindformers import LlamaConfig
@@ -88,9 +111,9 @@ def peft_scores(peer, model, adapter, task, tmp_path, ids=IDS, labels=LABELS):
 
 
 @pytest.mark.parametrize("task", CLASSES)
-def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_classifier, tmp_path):
+def test_an_adapter_of_peft_scores_here_as_in_peft(task, family, model, peer, make_classifier, tmp_path):
     adapter = tmp_path / "adapter"
-    peer.make_classifier_adapter(model=model[0], folder=adapter, task=task, labels=LABELS, config=LORA)
+    peer.make_classifier_adapter(model=model[0], folder=adapter, task=task, labels=LABELS, config=ADAPTERS[family][0])
     network = make_classifier(task)
     load_lora(network, str(adapter))
     found = scores(network, task)
@@ -107,8 +130,7 @@ def test_an_adapter_of_peft_scores_here_as_in_peft(task, model, peer, make_class
 @shows("classifier", "llama", "qwen3")
 def test_an_adapter_of_a_new_head_scores_in_peft_as_here(task, family, model, peer, make_classifier, tmp_path):
     network = make_classifier(task)
-    cells = ["linear_qkv", "linear_fc2"] if family == "qwen3" else ["wq", "w2"]
-    config = LoraConfig(lora_rank=4, lora_alpha=6, target_modules=cells, modules_to_save=["score"])
+    config = LoraConfig(lora_rank=4, lora_alpha=6, modules_to_save=["score"], **ADAPTERS[family][1])
     apply_lora(network, config)
     freeze_base(network, config)
     rng = np.random.default_rng(0)
@@ -140,10 +162,10 @@ def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, family, 
     from mindlora.training.preference.step import preference_loss
 
     adapter = tmp_path / "adapter"
-    peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=LORA)
+    peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=ADAPTERS[family][0])
     network = make_classifier("SEQ_CLS", labels=1)
     load_lora(network, str(adapter))
-    if family == "qwen3":
+    if family in MCORE:
         network = McoreRowsOf(network)
     settings = preference_settings({"loss": "reward"})
     loss = preference_loss(network, settings).set_train()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 
 import mindspore as ms
 import numpy as np
@@ -11,7 +10,6 @@ from mindspore import Parameter, Tensor, ops
 
 from mindlora.network.cells.divergences import HeadDivergences
 from tests.support.divergences import divergences
-from tests.support.peers.peer import python_of
 
 SIDE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "support", "peers", "trl_divergence_side.py")
 BETAS = (0, 0.1, 0.5, 0.9, 1)
@@ -28,19 +26,14 @@ def given():
 
 
 @pytest.fixture(scope="module")
-def trl(given, tmp_path_factory):
+def trl(peer, given, tmp_path_factory):
     """What TRL computes: beta -> loss, gradient with respect to the student's logits."""
     folder = tmp_path_factory.mktemp("trl")
     names = ("student", "teacher", "labels")
     request = {name: array.tolist() for name, array in zip(names, given)}
     request.update(betas=BETAS, temperature=TEMPERATURE, results=str(folder / "results.json"))
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
-    python = python_of("MINDLORA_PEERS_PYTHON", "TRL", "tests/peers")
-    command = [python, SIDE, str(folder / "request.json")]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert process.returncode == 0, process.stderr[-3000:]
+    peer.run(program=SIDE, arguments=[str(folder / "request.json")])
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return {beta: (result["loss"], np.array(result["gradient"])) for beta, result in zip(BETAS, results)}
 

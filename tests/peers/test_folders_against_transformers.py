@@ -68,6 +68,7 @@ MCORE = {
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rope_theta": 1e4}),
     "qwen3-moe": ("qwen3_moe", {"head_dim": 16, "norm_topk_prob": True, "num_hidden_layers": 1, **EXPERTS}),
     "deepseek-v3": ("deepseek_v3", {**LATENT, "rope_parameters": DEEPSEEK_YARN}),
+    "deepseek-v3-unscaled": ("deepseek_v3", {**LATENT, "rope_theta": 1e4}),
 }
 IDS = np.random.default_rng(0).integers(4, 300, (1, 64)).astype(np.int32)
 

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
 
 import numpy as np
 import pytest
 
 from mindlora.training.rl.policy_loss import advantages, answer_kl, answer_measures, counted, policy_loss
 from mindlora.training.rl.settings import rl_settings
-from tests.support.peers.peer import python_of
 
 SIDE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "support", "peers", "trl_policy_side.py")
 PROMPTS, GENERATIONS, TOKENS = 3, 4, 6
@@ -75,7 +73,7 @@ def numbers():
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory):
+def trl(peer, tmp_path_factory):
     """What TRL computed: case -> its advantages, mask, loss, gradient and metrics."""
     folder = tmp_path_factory.mktemp("trl")
     given = numbers()
@@ -90,16 +88,7 @@ def trl(tmp_path_factory):
     }
     request.update(folder=str(folder), completions=completions, cases=cases)
     (folder / "request.json").write_text(json.dumps(request))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
-    process = subprocess.run(
-        [python_of("MINDLORA_PEERS_PYTHON", "TRL", "tests/peers"), SIDE, str(folder / "request.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    peer.run(program=SIDE, arguments=[str(folder / "request.json")])
     return json.loads((folder / "results.json").read_text())
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 
 import mindspore as ms
 import numpy as np
@@ -115,7 +114,7 @@ def model(family, request, mindformers, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trl(family, model, tmp_path_factory):
+def trl(peer, family, model, tmp_path_factory):
     """The folder with what TRL computed, and the MindRecords of the same rows: name -> path."""
     folder = tmp_path_factory.mktemp("trl")
     save_tokenizer(folder / "tokenizer")
@@ -131,16 +130,7 @@ def trl(family, model, tmp_path_factory):
         "cases": {name: {"trainer": kind, "arguments": told} for name, (kind, told, _) in CASES.items()},
     }
     (folder / "request.json").write_text(json.dumps(request))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
-    process = subprocess.run(
-        [os.environ["MINDLORA_PEERS_PYTHON"], SIDE, str(folder / "request.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    peer.run(program=SIDE, arguments=[str(folder / "request.json")])
     files = {}
     for name, records in (("pairs", pairs), ("judged", judged)):
         source = as_jsonl(folder / f"{name}.jsonl", records)

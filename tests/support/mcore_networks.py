@@ -60,6 +60,12 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+# model_type -> module and class of MindFormers' configuration.
+CONFIGS = {
+    "qwen3": ("qwen3.configuration_qwen3", "Qwen3Config"),
+    "qwen3_moe": ("qwen3_moe.configuration_qwen3_moe", "Qwen3MoeConfig"),
+    "deepseek_v3": ("deepseek3.configuration_deepseek_v3", "DeepseekV3Config"),
+}
 SIZES = {
     "qwen3": TINY,
     "qwen3_moe": {**TINY, **_EXPERTS, "num_experts": 4, "routed_scaling_factor": 1.0},
@@ -92,14 +98,18 @@ def tiny_qwen3(seed=0, **keys):
         return filled(for_a_cpu(TrainingQwen3ForCausalLM(Qwen3Config(**{**TINY, **keys}))), seed)
 
 
-def tiny_qwen3_classifier(kind, labels, **keys):
-    """Returns a classifier of one of mindlora's classes on a Qwen3, without values of its own."""
-    from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
+def tiny_classifier(family, head, labels, **keys):
+    """Returns a classifier on the model of a key of SIZES, ``family``, without values of its own.
 
+    ``head`` is "ForSequenceClassification" or "ForTokenClassification".
+    """
     from mindlora.training.classifier import model as classifiers
 
+    module, config = CONFIGS[family]
+    config = getattr(importlib.import_module(f"mindformers.models.{module}"), config)
+    kind = getattr(classifiers, ARCHITECTURES[family].replace("ForCausalLM", head))
     with mcore_context():
-        return for_a_cpu(getattr(classifiers, kind)(Qwen3Config(**{**TINY, "num_labels": labels, **keys})))
+        return for_a_cpu(kind(config(**{**SIZES[family], "num_labels": labels, **keys})))
 
 
 def tiny_qwen3_moe(seed=0, **keys):
@@ -155,6 +165,17 @@ def save_for_transformers(network, folder, **keys):
     path = folder / "hf" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **keys}), encoding="utf-8")
     return folder / "hf"
+
+
+def keys_of_folder(folder):
+    """Returns the model_config of MindFormers for a folder of transformers, as it runs on a CPU."""
+    from mindlora.models.architectures.hugging_face import HuggingFaceConfig
+    from mindlora.models.architectures.registry import by_hugging_face_type
+
+    path = folder / "config.json"
+    config = HuggingFaceConfig(str(path), json.loads(path.read_text(encoding="utf-8")))
+    keys = by_hugging_face_type(config.model_type).from_hugging_face(config)
+    return {**keys, **IN_FLOAT32}
 
 
 def for_a_cpu(network):

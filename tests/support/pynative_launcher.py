@@ -1,7 +1,7 @@
 """What MindFormers' run_mindformer.py --mode 1 does, on a CPU with the stand-ins of pynative_cpu.
 
 It takes --config and --register_path. A YAML can name more callbacks: FillWeights, RecordLosses, RecordLogits,
-SendSignal, SpoilStep and LeaveOut.
+AttendInFloat32, SendSignal, SpoilStep and LeaveOut.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import types
 
 from tests.support import pynative_cpu
 
@@ -20,6 +21,7 @@ def register_callbacks():
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
     from mindformers.tools.utils import get_real_rank
     from mindspore import Tensor
+    from mindspore.common import dtype as mstype
 
     from tests.support.mcore_networks import filled
 
@@ -80,6 +82,16 @@ def register_callbacks():
                     cell._repeat_kv = lambda tensor, times: tensor
             ids = Tensor(np.array(self.ids, np.int32))
             np.save(self.path, model[0](input_ids=ids, labels=ids).asnumpy())
+
+    @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+    class AttendInFloat32(TrainerCallback):
+        """Lets attention take float32, which MindFormers casts to float16 for a fused kernel, in this process."""
+
+        def on_train_begin(self, args, state, **kwargs):
+            from mindformers.pynative.transformers import attention
+
+            names = {name: getattr(mstype, name) for name in ("float16", "float32", "bfloat16", "uint8")}
+            attention.mstype = types.SimpleNamespace(**{**names, "float16": mstype.float32})
 
     @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
     class LeaveOut(TrainerCallback):

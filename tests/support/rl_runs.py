@@ -41,8 +41,24 @@ def write_inputs(folder):
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=None, callbacks=(), **rl):
-    """Runs it; returns the process and its output folder."""
+# Six steps of two prompts.
+RL = {
+    "prompts": "prompts.jsonl",
+    "reward_funcs": "rewards.py:share_of_e",
+    "prompts_per_step": 2,
+    "num_generations": 7,
+    "max_completion_length": 8,
+    "tokenizer": "model",
+    "held_out_prompts": "prompts.jsonl",
+    "held_out_steps": 2,
+    "beta": 0.02,
+    "max_disagreement": 1e-4,
+    "structured_outputs": {"column": "outputs"},
+}
+
+
+def start(folder, name, resume=False, base=None, model=(), pet=(), is_llama=False, rate=None, callbacks=(), **rl):
+    """Runs it, on a base that is a file if one is named; returns the process and its output folder."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     config = tiny_runs.tiny_config("", 3, callbacks) if is_llama else tiny_config("", 3, callbacks, {})
     pet_config = {"pet_type": "lora", **PET, **dict(pet)}
@@ -52,19 +68,8 @@ def start(folder, name, resume=False, model=(), pet=(), is_llama=False, rate=Non
     config["lr_schedule"].pop("lr_end", None)
     for node in ("train_dataset", "train_dataset_task"):
         del config[node]
-    config["runner_wrapper"]["rl"] = {
-        "prompts": "prompts.jsonl",
-        "reward_funcs": "rewards.py:share_of_e",
-        "prompts_per_step": 2,
-        "num_generations": 7,
-        "max_completion_length": 8,
-        "tokenizer": "model",
-        "held_out_prompts": "prompts.jsonl",
-        "held_out_steps": 2,
-        "beta": 0.02,
-        "max_disagreement": 1e-4,
-        "structured_outputs": {"column": "outputs"},
-        **rl,
-    }
+    config["runner_wrapper"]["rl"] = {**RL, **rl}
+    if base is not None:
+        config.update(load_checkpoint=str(base), load_ckpt_format="safetensors")
     config["callbacks"][-1]["resume"] = resume
     return tiny_runs.launch(config, folder / name), folder / name

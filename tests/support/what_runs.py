@@ -58,6 +58,21 @@ def shows(feature, *models, trainer="graph", place="cpu"):
     return pytest.mark.shows(feature, models, trainer, place)
 
 
+# Mixtures of experts. What shows a feature of a Qwen3 on them too runs on the second one before a release.
+OF_EXPERTS = ("qwen3_moe", "deepseek_v3")
+
+
+def showing(*features, always=OF_EXPERTS[:1]):
+    """Returns OF_EXPERTS as parameters of a test that shows ``features`` on them; those not in ``always`` are long."""
+    return [
+        pytest.param(
+            model,
+            marks=[*(shows(feature, model) for feature in features), *([] if model in always else [pytest.mark.long])],
+        )
+        for model in OF_EXPERTS
+    ]
+
+
 def shown_by(item):
     """Yields (feature, model, trainer, place) for all that the marks of a test say."""
     for mark in item.iter_markers("shows"):

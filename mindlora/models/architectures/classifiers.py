@@ -1,11 +1,13 @@
-"""Classifiers, which mindlora adds to MindFormers: a Llama or a Qwen3 with a new head, score, in place of its own."""
+"""Classifiers, which mindlora adds to MindFormers: a language model with a new head, score, in place of its own."""
 
 import dataclasses
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from mindlora.models.architectures.architecture import Architecture, Names, ParameterSize
+from mindlora.models.architectures.architecture import LEGACY, MCORE, Architecture, Names, ParameterSize
+from mindlora.models.architectures.deepseek_v3 import DEEPSEEK_V3
 from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.architectures.qwen3 import QWEN3
+from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
 
 SCORE = Names("score", "score", "score")
 
@@ -24,14 +26,14 @@ class Task(NamedTuple):
     language_model: str
 
 
+# What a class of transformers begins with -> the record of the language model that it is made of.
+_LANGUAGE_MODELS = {"Llama": LLAMA, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE, "DeepseekV3": DEEPSEEK_V3}
 # Class of the model, as transformers names it too, and a YAML in model.arch.type or, of an mcore model, in
 # model.model_config.architectures -> its task.
-TASKS: Dict[str, Task] = {
-    "LlamaForSequenceClassification": Task("SEQ_CLS", False, "LlamaForCausalLM"),
-    "LlamaForTokenClassification": Task("TOKEN_CLS", True, "LlamaForCausalLM"),
-    "Qwen3ForSequenceClassification": Task("SEQ_CLS", False, "Qwen3ForCausalLM"),
-    "Qwen3ForTokenClassification": Task("TOKEN_CLS", True, "Qwen3ForCausalLM"),
-}
+TASKS: Dict[str, Task] = {}
+for _name in _LANGUAGE_MODELS:
+    TASKS[f"{_name}ForSequenceClassification"] = Task("SEQ_CLS", False, f"{_name}ForCausalLM")
+    TASKS[f"{_name}ForTokenClassification"] = Task("TOKEN_CLS", True, f"{_name}ForCausalLM")
 
 
 def is_of_head(parameter: str) -> bool:
@@ -49,9 +51,11 @@ def with_score(modules: Optional[Sequence[str]]) -> List[str]:
     return [*dict.fromkeys([*(modules or ()), SCORE.mindformers])]
 
 
-def _classifier(base: Architecture, model_class: str, title: str, **changes: Any) -> Architecture:
+def _classifier(model_class: str, task: Task) -> Architecture:
     """Returns the record of a classifier built on a language model."""
-    head = base.output_head.mcore if not base.legacy else base.output_head.mindformers
+    base = _LANGUAGE_MODELS[task.language_model.removesuffix("ForCausalLM")]
+    world = LEGACY if base.legacy else MCORE
+    head, table = base.output_head.under(world), base.embedding_table(world)
 
     def linear_sizes(model_config: dict) -> Dict[str, Tuple[int, int]]:
         return {path: size for path, size in base.linear_sizes(model_config).items() if path != head}
@@ -60,32 +64,24 @@ def _classifier(base: Architecture, model_class: str, title: str, **changes: Any
         found = base.parameter_sizes(model_config)
         found.pop(f"{head}.weight", None)
         labels: Any = model_config.get("num_labels")
-        found["score.weight"] = ParameterSize((labels, model_config.get("hidden_size") or 4096), "float32")
-        if TASKS[model_class].has_bias:
+        found["score.weight"] = ParameterSize((labels, found[table].shape[1]), "float32")
+        if task.has_bias:
             found["score.bias"] = ParameterSize((labels,), "float32")
         return found
 
+    models = "Llama's and Qwen2's" if base.legacy else f"{base.title}'s"
     return dataclasses.replace(
         base,
-        title=title,
+        title=f"{models} {'token' if task.has_bias else 'sequence'} classifiers",
+        model_types=(model_class, "LlamaConfig") if base.legacy else (model_class,),
         output_head=SCORE,
         linear_sizes=linear_sizes,
         parameter_sizes=parameter_sizes,
         hugging_face_types=(),
         from_hugging_face=None,
-        **changes,
+        hub_names="",
+        served=False,
     )
 
 
-def _of_llama(model_class: str, title: str) -> Architecture:
-    return _classifier(LLAMA, model_class, title, model_types=(model_class, "LlamaConfig"))
-
-
-def _of_qwen3(model_class: str, title: str) -> Architecture:
-    return _classifier(QWEN3, model_class, title, model_types=(model_class,), hub_names="", served=False)
-
-
-SEQUENCES = _of_llama("LlamaForSequenceClassification", "Llama's and Qwen2's sequence classifiers")
-TOKENS = _of_llama("LlamaForTokenClassification", "Llama's and Qwen2's token classifiers")
-QWEN3_SEQUENCES = _of_qwen3("Qwen3ForSequenceClassification", "Qwen3's sequence classifiers")
-QWEN3_TOKENS = _of_qwen3("Qwen3ForTokenClassification", "Qwen3's token classifiers")
+CLASSIFIERS = tuple(_classifier(model_class, task) for model_class, task in TASKS.items())

@@ -183,8 +183,8 @@ def _rotary_keys(config: HuggingFaceConfig) -> Dict[str, Any]:
     rope = config.rope()
     positions = config.count("max_position_embeddings", 4096)
     if rope.kind == "default":
-        # Without a factor, MindFormers scales its softmax by the published model's.
-        keys: Dict[str, Any] = {"position_embedding_type": "rope", "scaling_factor": 1.0}
+        # Without a factor, MindFormers scales its softmax by the published model's. It ignores scaling_factor.
+        keys: Dict[str, Any] = {"position_embedding_type": "rope", "rotary_scaling_factor": 1.0}
         return {"rope_theta": rope.theta, "max_position_embeddings": positions, **keys}
     if rope.kind != "yarn":
         config.refuse(config.rope_key, f"MindFormers' DeepSeek-V3 has no rotary embedding of rope_type {rope.kind}")

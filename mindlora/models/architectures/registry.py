@@ -4,7 +4,7 @@ import re
 from typing import Dict, Optional, Tuple
 
 from mindlora.models.architectures.architecture import Architecture
-from mindlora.models.architectures.classifiers import QWEN3_SEQUENCES, QWEN3_TOKENS, SEQUENCES, TOKENS
+from mindlora.models.architectures.classifiers import CLASSIFIERS
 from mindlora.models.architectures.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
 from mindlora.models.architectures.glm2 import GLM2
 from mindlora.models.architectures.glm4 import GLM4
@@ -22,10 +22,7 @@ ARCHITECTURES: Tuple[Architecture, ...] = (
     DEEPSEEK_V3_APART,
     GLM2,
     GLM4,
-    SEQUENCES,
-    TOKENS,
-    QWEN3_SEQUENCES,
-    QWEN3_TOKENS,
+    *CLASSIFIERS,
 )  # fmt: skip
 
 

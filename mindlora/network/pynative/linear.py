@@ -419,3 +419,7 @@ class StackedLoRAPyNativeLinear(StackedLoRAParallelLinear):
     def construct(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
         # The model passes a weight only to a cell without its own, which the adapters' cells refuse.
         return self.computed(input_)
+
+    def without_adapter(self, input_: Tensor, weight: Optional[Tensor] = None) -> Tensor:
+        """Returns the output of the cell that this one replaced."""
+        return self.base.like(self.base.linear(self.base.tokens(input_), self._operands(), self.bias), input_)

@@ -27,6 +27,7 @@ from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
+from mindlora.training.rl.pynative_rules import check_pynative_rl
 from mindlora.training.several.rules import check_of_each, check_pynative_adapters
 from mindlora.training.trackers.rules import check_pynative_trackers
 
@@ -168,7 +169,7 @@ _NEW_KEYS = ("save_trainable_only", "base_load_path", "reshard_worker_num")
 # Nodes that the Trainer, or mindlora, fills in where a YAML lacks them.
 NODES = (
     *("checkpoint", "training", "parallelism", "optimizer", "lr_scheduler", "train_dataset", "model", "monitor"),
-    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference"),
+    *("context", "profiler", "recompute", "recompute_comm", "swap", "lora_config", "pet_config", "preference", "rl"),
 )
 # The name in auto_register that loads mindlora.
 BRIDGE = "pynative_bridge.Adapters"
@@ -219,6 +220,7 @@ def check_pynative(
         cells = selection.in_2_0 if searched_by == (2, 0) else selection.cells
         selected = cells or None
     findings += check_pynative_adapters(config)
+    findings += check_pynative_rl(config)
     paths, count = selected_paths(network, lora), len(selected or ())
     findings += check_of_each(config, lambda alone: check_adapter(alone, paths, count))
     findings += _check_decay(config)

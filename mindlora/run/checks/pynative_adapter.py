@@ -18,7 +18,7 @@ from mindlora.run.checks.pet_config import PetLoraConfig
 # The features of a YAML that MindFormers' PyNative Trainer supports; graph mode's others are refused by name.
 
 # Callbacks that need features of graph mode alone.
-GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck", "RlReport")
+GRAPH_MODE_ALONE = ("BaseWeights", "AdapterSlices", "ExchangeCheck")
 # Nodes of a graph-mode YAML -> the PyNative Trainer's counterpart. It ignores unknown nodes.
 _GRAPH_MODE_NODES = {
     "runner_wrapper": "the Trainer builds its own train step",

@@ -142,7 +142,7 @@ class Run:
         path = self.yaml.base[1]
         if not path or not os.path.exists(path):
             raise ConfigError(
-                f"quantize_base is as_stored, and load_checkpoint is {path!r}: the form of the weights is read from it. "
+                f"quantize_base is as_stored, and load_checkpoint is {path!r}, which gives the form of the weights. "
                 "Name the quantized folder (--load_checkpoint)."
             )
         kv_heads = self.model.get("n_kv_heads") or self.model.get("num_heads")

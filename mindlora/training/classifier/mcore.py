@@ -1,4 +1,4 @@
-"""The parts that make a classifier of MindFormers' Qwen3, in graph mode and under the PyNative Trainer."""
+"""The parts that make a classifier of MindFormers' mcore models, in graph mode and under the PyNative Trainer."""
 
 from typing import Any, Type
 
@@ -10,10 +10,10 @@ from mindlora.network.cells.score import Score
 
 
 class McoreClassifier:
-    """Qwen3 with label scores instead of token logits: a mixin that precedes the class of MindFormers' model.
+    """Label scores instead of token logits: a mixin that precedes the class of MindFormers' model.
 
     Args:
-        config (Qwen3Config): With num_labels, the number of scores; 1 for rewards.
+        config (PretrainedConfig): With num_labels, the number of scores; 1 for rewards.
 
     Attributes:
         score_type (type): Its head.

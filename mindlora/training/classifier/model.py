@@ -1,10 +1,12 @@
-"""Classifiers and reward models on MindFormers' Llama and Qwen3, registered when imported: a YAML names the class."""
+"""Classifiers and reward models on MindFormers' models, registered when imported: a YAML names the class."""
 
 from typing import Optional, Tuple
 
+from mindformers.models.deepseek3.modeling_deepseek_v3_train import TrainingDeepseekV3ForCausalLM
 from mindformers.models.llama.llama import LlamaForCausalLM
 from mindformers.models.llama.llama_config import LlamaConfig
 from mindformers.models.qwen3.modeling_qwen3_train import TrainingQwen3ForCausalLM
+from mindformers.models.qwen3_moe.modeling_qwen3_moe_train import TrainingQwen3MoeForCausalLM
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 
@@ -12,6 +14,7 @@ from mindlora.core.fields import COUNT, check_number
 from mindlora.models.architectures.classifiers import TASKS
 from mindlora.network.cells.score import Score
 from mindlora.training.classifier.mcore import McoreClassifier
+from mindlora.training.model.mcore_model import refuse_further_tokens
 
 register = MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=True)
 
@@ -61,6 +64,7 @@ class _ScoreLayer(nn.Cell):
 
 class _InGraphMode(McoreClassifier):
     def output_layer(self) -> nn.Cell:
+        refuse_further_tokens(self.model)
         return _ScoreLayer(self.score)
 
 
@@ -74,4 +78,24 @@ class Qwen3ForSequenceClassification(_InGraphMode, TrainingQwen3ForCausalLM):
 
 @register_mcore
 class Qwen3ForTokenClassification(_InGraphMode, TrainingQwen3ForCausalLM):
+    """Scores of each token."""
+
+
+@register_mcore
+class Qwen3MoeForSequenceClassification(_InGraphMode, TrainingQwen3MoeForCausalLM):
+    """Scores of a whole text, at its last token."""
+
+
+@register_mcore
+class Qwen3MoeForTokenClassification(_InGraphMode, TrainingQwen3MoeForCausalLM):
+    """Scores of each token."""
+
+
+@register_mcore
+class DeepseekV3ForSequenceClassification(_InGraphMode, TrainingDeepseekV3ForCausalLM):
+    """Scores of a whole text, at its last token."""
+
+
+@register_mcore
+class DeepseekV3ForTokenClassification(_InGraphMode, TrainingDeepseekV3ForCausalLM):
     """Scores of each token."""

@@ -11,6 +11,8 @@ from mindlora.run.yaml_run import YamlRun, first_class
 
 LABELS = "model.model_config.num_labels"
 _REWARD = "reward"
+# The classes that mindlora gives MindFormers' PyNative Trainer.
+_IN_PYNATIVE = ("Qwen3ForSequenceClassification", "Qwen3ForTokenClassification")
 # Callbacks that compute token logits or sample tokens.
 _OF_TOKENS = ("SampleAnswers", "Forgetting", "ForgettingBudget")
 
@@ -25,7 +27,7 @@ class _Asked(NamedTuple):
         adapters: pet_config.adapters.
         callbacks (sequence of str): Types of the callbacks.
         class_key, labels_key, preference_key, pet_key (str): The keys of these settings.
-        is_mcore (bool): Whether it is an mcore model.
+        classes (sequence of str): The classes of classifiers that there are for a YAML of this kind.
     """
 
     model_class: Optional[str]
@@ -37,17 +39,20 @@ class _Asked(NamedTuple):
     labels_key: str
     preference_key: str
     pet_key: str
-    is_mcore: bool
+    classes: Sequence[str]
 
     @property
-    def classes(self) -> List[str]:
-        """The classes of classifiers of this kind of model."""
-        records = {kind: registry.by_model_type(kind) for kind in TASKS}
-        return [kind for kind, record in records.items() if record is not None and record.legacy != self.is_mcore]
+    def of_model(self) -> List[str]:
+        """The classes of classifiers that are made of the YAML's language model, or all, if there are none of it."""
+        task = task_of(self.model_class)
+        language_model = task.language_model if task else self.model_class
+        return [kind for kind in self.classes if TASKS[kind].language_model == language_model] or list(self.classes)
 
 
 def check_classifier(run: YamlRun) -> Iterator[Finding]:
     """Yields an error for each setting that does not go with a classifier, or that requires one."""
+    records = {kind: registry.by_model_type(kind) for kind in TASKS}
+    classes = [kind for kind, record in records.items() if record is not None and record.legacy != run.is_mcore]
     yield from _check(
         _Asked(
             run.head_class,
@@ -59,11 +64,18 @@ def check_classifier(run: YamlRun) -> Iterator[Finding]:
             LABELS,
             "runner_wrapper.preference",
             PET,
-            run.is_mcore,
+            classes,
         )
     )
     if run.is_classifier and run.mode == "predict":
         yield error("run_mode", "run_mode is predict: a classifier writes no text.", "Evaluate it with HeldOutLoss.")
+    if run.is_classifier and run.predicted_layers:
+        yield error(
+            run.class_key,
+            f"{run.class_key} is {run.head_class}, a classifier, and the model has {run.predicted_layers} layers that "
+            "predict further tokens.",
+            "Set model.model_config.num_nextn_predict_layers: 0.",
+        )
 
 
 def check_pynative_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -82,9 +94,16 @@ def check_pynative_classifier(config: Mapping[str, Any]) -> Iterator[Finding]:
             "model.num_labels",
             "preference",
             "pet_config",
-            True,
+            _IN_PYNATIVE,
         )
     )
+    if task_of(model_class) is not None and model_class not in _IN_PYNATIVE:
+        yield error(
+            "model.architectures",
+            f"model.architectures is {model_class}, and under MindFormers' PyNative Trainer classifiers are "
+            f"{' and '.join(_IN_PYNATIVE)} alone.",
+            "Train it in graph mode (docs/classifiers.md).",
+        )
     if task_of(model_class) is not None and (config.get("checkpoint") or {}).get("save_trainable_only"):
         yield error(
             "checkpoint.save_trainable_only",
@@ -100,7 +119,7 @@ def _check(asked: _Asked) -> Iterator[Finding]:
             yield error(
                 asked.labels_key,
                 f"num_labels is {asked.labels}, and {asked.class_key} is {asked.model_class}, which has no labels.",
-                f"Set {asked.class_key}: {' or '.join(asked.classes)}, or remove num_labels.",
+                f"Set {asked.class_key}: {' or '.join(asked.of_model)}, or remove num_labels.",
             )
         return
     if asked.labels not in COUNT:
@@ -128,7 +147,7 @@ def _check_preference(asked: _Asked) -> Iterator[Finding]:
     """Yields an error if a preference loss does not go with the model: a reward needs a classifier with one label."""
     key, node = asked.preference_key, asked.preference
     loss: Optional[str] = node.get("loss", "dpo") if isinstance(node, Mapping) else None
-    rewarded = next(kind for kind in asked.classes if not TASKS[kind].has_bias)
+    rewarded = next(kind for kind in asked.of_model if not TASKS[kind].has_bias)
     if loss == _REWARD and (asked.model_class, asked.labels) != (rewarded, 1):
         yield error(
             key,

@@ -11,6 +11,7 @@ from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
 from mindlora.run.checks.data_rows import pynative_files
 from mindlora.run.checks.pynative import NODES, is_pynative, processes_of_a_model
+from mindlora.training.rl.pynative_rules import DATA
 
 _READ = ("config", "mode", "register_path", "verbose", "resume")
 
@@ -60,6 +61,8 @@ def train(config: Dict[str, Any]) -> None:
             files = [path for _, paths in pynative_files(config) for path in paths]
             callbacks.append({"type": "ReferenceCheck", "files": files})
         config["callbacks"] = callbacks
+    if config.get("rl") is not None:
+        config.setdefault("train_dataset", DATA)
     make_trainer(config).train()
 
 

@@ -88,19 +88,24 @@ def gpt_model_of(network: nn.Cell) -> Optional[nn.Cell]:
     return next((cell for _, cell in network.cells_and_names() if is_gpt_model(cell)), None)
 
 
+def refuse_further_tokens(model: nn.Cell) -> None:
+    """Raises ConfigError if a GPTModel predicts several tokens: it learns them by a second loss of its own."""
+    if model.mtp_process:
+        raise ConfigError(
+            "The model predicts several tokens (num_nextn_predict_layers), which it learns by a loss of tokens alone. "
+            "Set model.model_config.num_nextn_predict_layers: 0."
+        )
+
+
 def replace_loss(model: nn.Cell, loss: nn.Cell, counts_tokens: bool = False) -> None:
     """Makes ``loss`` the loss of a GPTModel on the labels, in place.
 
     The model then returns this loss first; with ``counts_tokens``, its first two outputs are sums of losses and numbers
     of tokens.
 
-    Raises ConfigError if the model predicts several tokens: it would learn them by its own second loss.
+    Raises ConfigError as refuse_further_tokens does.
     """
-    if model.mtp_process:
-        raise ConfigError(
-            "The model predicts several tokens (num_nextn_predict_layers), which it learns by a loss of labels alone. "
-            "Set model.model_config.num_nextn_predict_layers: 0."
-        )
+    refuse_further_tokens(model)
     model.loss = loss
     model.calculate_per_token_loss = counts_tokens
 

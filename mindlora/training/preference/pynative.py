@@ -6,7 +6,6 @@ from typing import Iterator
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.network.tree import lora_cells
 from mindlora.training.model.loss_in_pieces import EvaluatedInPieces
 from mindlora.training.preference.loss import PreferenceLoss
 from mindlora.training.preference.settings import PreferenceSettings
@@ -20,6 +19,7 @@ class RowLogProbabilities(EvaluatedInPieces):
         network (EvaluatedModel): The model in evaluation. In training, the model returns logits too
             (GPTModel.return_logits), or its head's input if put_loss_in_pieces was called.
         has_scores (bool): Whether the model is a reward model, whose logits are one score per token.
+        temperature (float): As for LabelLogProbabilities. Default: 1.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -28,9 +28,10 @@ class RowLogProbabilities(EvaluatedInPieces):
         float32 [rows * N]; 0 for labels that are not tokens, which do not count.
     """
 
-    def __init__(self, network: EvaluatedModel, has_scores: bool):
+    def __init__(self, network: EvaluatedModel, has_scores: bool, temperature: float = 1.0):
         super().__init__(network)
         self.has_scores = has_scores
+        self.temperature = temperature
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
@@ -43,6 +44,9 @@ class RowLogProbabilities(EvaluatedInPieces):
         if self.has_scores:
             return logits.reshape((-1,))
         logits = logits.reshape((labels.shape[0], -1))
+        if self.temperature != 1:
+            # The head is linear in what it takes, so that this divides its logits too.
+            logits = logits / self.temperature
         if self.losses_of_head is not None:
             losses, _ = self.losses_of_head(logits, labels)
             return -losses
@@ -70,16 +74,16 @@ class BaseLogProbabilities(nn.Cell):
         model = policy.network.network
         was_training = model.training
         policy.set_train(False)
-        with _adapters_off(model):
+        with adapters_off(model):
             log_probabilities = policy(input_ids, labels)
         policy.set_train(was_training)
         return log_probabilities
 
 
 @contextlib.contextmanager
-def _adapters_off(network: nn.Cell) -> Iterator[None]:
+def adapters_off(network: nn.Cell) -> Iterator[None]:
     """Switches adapters off temporarily, so that their cells compute only the base's output."""
-    cells = [cell for _, cell in lora_cells(network)]
+    cells = [cell for _, cell in network.cells_and_names() if hasattr(cell, "without_adapter")]
     for cell in cells:
         cell.construct = cell.without_adapter
     try:

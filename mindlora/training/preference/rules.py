@@ -67,11 +67,10 @@ def _check_model(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding
 
 
 def _check_mcore(run: YamlRun, settings: PreferenceSettings) -> Iterator[Finding]:
-    predicted = run.model.get("num_nextn_predict_layers") or run.model.get("mtp_num_layers")
-    if predicted:
+    if run.predicted_layers:
         yield error(
             KEY,
-            f"the model has {predicted} layers that predict further tokens, but they learn labels alone.",
+            f"the model has {run.predicted_layers} layers that predict further tokens, but they learn labels alone.",
             "Set model.model_config.num_nextn_predict_layers: 0.",
         )
     for key in ("hidden_dropout", "attention_dropout"):

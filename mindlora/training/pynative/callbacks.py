@@ -32,9 +32,11 @@ from mindlora.training.pynative.initialization import Initialization
 from mindlora.training.pynative.train_step import TrainStep, gradient_of, shifted
 from mindlora.training.resume import collectives, training_state
 from mindlora.training.resume.training_state import warn_about_draws
+from mindlora.training.rl.pynative import RlStep, take_step
 from mindlora.training.run_configuration import plain
 from mindlora.training.several.pynative import StackedStep, several_of
 from mindlora.training.several.pynative_callback import EachAdapter, run_facts
+from mindlora.training.several.pynative_rl import StackedRlStep
 
 from mindlora.training.held_out import pynative as held_out_loss  # noqa: F401  # isort: skip
 
@@ -209,7 +211,7 @@ def with_callbacks(handler: Callable) -> Callable:
         collectives.set_rank_count(current_trainer().world_size if whole else 1)
         if whole and (ours or any(lora_cells(model[0]))):
             norms = any(isinstance(callback, AdapterHealth) for callback in ours)
-            step = TrainStep(model[0], optimizer, norms) if several is None else StackedStep(model[0], optimizer)
+            step = _step(model[0], optimizer, norms)
             if step.rank_budget is not None and not any(isinstance(callback, RankBudget) for callback in ours):
                 ours.append(RankBudget())
             saver = next((callback for callback in theirs if isinstance(callback, CheckpointCallback)), None)
@@ -219,6 +221,15 @@ def with_callbacks(handler: Callable) -> Callable:
         return handler(callbacks=[Initialization(), *theirs], model=model, optimizer=optimizer, **others)
 
     return handle
+
+
+def _step(model: nn.Cell, optimizer: nn.Optimizer, norms: bool) -> TrainStep:
+    """Returns the TrainStep of a run; ``norms`` says whether callbacks ask for gradient_norms()."""
+    config = plain(current_trainer().config.to_dict())
+    learns_from_rewards = config.get("rl") is not None
+    if several_of(model) is not None:
+        return StackedRlStep(model, optimizer, config) if learns_from_rewards else StackedStep(model, optimizer)
+    return RlStep(model, optimizer, norms, config) if learns_from_rewards else TrainStep(model, optimizer, norms)
 
 
 def train_step_of_trainer(trainer: Any) -> Any:
@@ -265,6 +276,8 @@ def with_begun_step(training_step: Callable) -> Callable:
         if step is None:
             return training_step(trainer, *arguments, **keywords)
         step.begin()
+        if hasattr(step, "policies"):
+            return take_step(step, trainer)
         if trainer.num_accumulation_steps > 1 or collectives.rank_count() > 1:
             batches = _micro_batches(trainer, *arguments, **keywords)
             step.accumulate([step.rows(batch) for batch in batches])

@@ -36,6 +36,7 @@ from mindlora.training.pynative.checkpoints import check_loaded, check_quantizat
 from mindlora.training.pynative.initialization import configuration_of, mark_saved_modules, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
+from mindlora.training.rl.pynative_preparation import check_processes, prepare_pynative_rl, with_steps_of_rl
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
 from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters
@@ -168,7 +169,9 @@ def build_lora_model(model: nn.Cell, config: Any, strict: bool = True) -> nn.Cel
     trainer = configuration.current_trainer()
     settings = trainer.config
     version = release(importlib.metadata.version("mindformers"))
+    check_processes(settings, trainer.world_size)
     _check_yaml(settings.to_dict(), version)
+    prepare_pynative_rl(settings)
     # MindFormers 2.0 reads all rows of a step at once.
     read_at_once = trainer.num_accumulation_steps if version == (2, 0) else 1
     for sentence in pynative_rows_left_out(settings.to_dict(), read_at_once):
@@ -324,7 +327,7 @@ def with_pet_config(build_optimizer: Callable) -> Callable:
 
 def with_data_of_each(build_dataset: Callable) -> Callable:
     """Wraps MindFormers' function that builds a dataset, to give each adapter its own data."""
-    return with_data_of_adapters(build_dataset, _data_of_adapters)
+    return with_steps_of_rl(with_data_of_adapters(build_dataset, _data_of_adapters), configuration.current_trainer)
 
 
 def _data_of_adapters(dataset_config: Any) -> Optional[Sequence[Optional[str]]]:

@@ -117,9 +117,15 @@ class TrainStep(nn.Cell):
         if rank_count() > 1:
             tokens, stops = sum_over_ranks([self.expected, self.stop_requested])
             self.expected, self.stops = int(tokens), bool(stops)
-        copies = len(micro_batches) > 1 and ms.get_context("device_target") == "CPU"
-        if copies and not self.copies_gradients:
-            # MindSpore 2.10 adds the next micro-batch's gradient incorrectly to one that is a transposed view.
+        if len(micro_batches) > 1:
+            self.copy_gradients()
+
+    def copy_gradients(self) -> None:
+        """Makes a CPU add up the gradients of several micro-batches correctly.
+
+        MindSpore 2.10 adds the next micro-batch's gradient incorrectly to one that is a transposed view.
+        """
+        if ms.get_context("device_target") == "CPU" and not self.copies_gradients:
             for parameter in self.network.trainable_params():
                 parameter.register_hook(lambda gradient: gradient.copy())
             self.copies_gradients = True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -123,22 +124,9 @@ def render(histories: Sequence[History], comparisons: Sequence[Any] = (), live: 
 
     With ``live``, the nonce of its styles and scripts, the page keeps requesting itself from its server.
     """
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ConfigError(
-            "report.html needs Jinja2, which is not installed. Run pip install 'mindlora[report]', and then mindlora "
-            "report."
-        ) from error
+    template = _template()
     names = run_names([history.directory for history in histories])
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("page.html").render(
+    return template.render(
         runs=[_run(history, name, number) for number, (history, name) in enumerate(zip(histories, names))],
         comparisons=comparisons,
         live=live,
@@ -153,6 +141,26 @@ def render(histories: Sequence[History], comparisons: Sequence[Any] = (), live: 
         bottom=charts.BOTTOM,
         written=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+@functools.lru_cache(maxsize=None)
+def _template() -> Any:
+    """Returns the page's template, which is compiled once: a live run writes its page again and again."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ConfigError(
+            "report.html needs Jinja2, which is not installed. Run pip install 'mindlora[report]', and then mindlora "
+            "report."
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(os.path.dirname(__file__)),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("page.html")
 
 
 def run_names(directories: Sequence[str]) -> List[str]:

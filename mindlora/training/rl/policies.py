@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mindspore import Parameter, nn
@@ -31,8 +31,8 @@ class Policies:
     Args:
         policies (sequence of Policy): The policies.
         sampler (mapping): ``tokenizer``, its path; ``rows``, the number of rows of seq_length tokens, each holding
-            several answers, that a policy's gradient takes at a time; ``folder``, from which relative paths start. The
-            model is the run's YAML's.
+            several answers, that a policy's gradient takes at a time; ``folder``, from which relative paths start;
+            ``configuration``, the run's YAML in graph mode's form, by default that of the process.
 
     Attributes:
         graphs (PolicyGraphs): The graphs of all policies.
@@ -68,6 +68,7 @@ class Policies:
         weights: Tuple[Parameter, ...],
         networks: Sequence[nn.Cell],
         refresh: Callable[[int], None] = lambda number: None,
+        graphs: Type[PolicyGraphs] = PolicyGraphs,
     ) -> PolicyGraphs:
         """Makes the graphs of a network.
 
@@ -77,13 +78,14 @@ class Policies:
             networks (sequence of Cell): A network for each policy, with only its adapter, to sample from.
             refresh (callable): Takes a policy's number, and copies the current adapter to its network. Default: the
                 networks themselves train.
+            graphs (type): The class of the graphs. Default: PolicyGraphs.
         """
         self._networks, self._refresh = list(networks), refresh
         settings = [policy.settings for policy in self._policies]
         # All policies compute the numbers for labels in the same way.
         of_rows = self._policies[0].of_rows
         has_reference = any(each.beta for each in settings)
-        self.graphs = PolicyGraphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
+        self.graphs = graphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
         return self.graphs
 
     def step(self, number: int, update: Callable[[np.ndarray, np.ndarray], Any]) -> Any:
@@ -165,7 +167,7 @@ class Policies:
         """Creates the sampler and the rewards, which need the loaded weights, at the first step."""
         if self.rollouts is not None:
             return
-        run = YamlRun(run_configuration())
+        run = YamlRun(self._sampler.get("configuration") or run_configuration())
         model = {"model_config": run.model} if run.is_mcore else run.config["model"]
         tokenizer = load_tokenizer(self._sampler["tokenizer"])
         seq_length = model["model_config"]["seq_length"]

@@ -56,10 +56,17 @@ class PolicyGraphs(nn.Cell):
         self.ignored, self.length = ignore_token_id(model.config), model.config.seq_length
         self.row_positions: Optional[Parameter] = None
         try:
-            self.row_positions = install_positions(model, policies * rows)
+            self.row_positions = self._install_positions(model, policies * rows)
         except ConfigError as refusal:
             logger.info("rl: each answer takes a row of its own. %s", refusal)
-        policy = of_rows(network)
+        self._make_cells(of_rows(network), weights, with_reference)
+
+    def _install_positions(self, model: nn.Cell, rows: int) -> Parameter:
+        """Makes a model keep the answers of a row apart; as install_positions."""
+        return install_positions(model, rows)
+
+    def _make_cells(self, policy: nn.Cell, weights: Tuple[Parameter, ...], with_reference: bool) -> None:
+        """Makes what computes gradients, log-probabilities, and those under the reference, of what of_rows returned."""
         reference = PolicyLogProbabilities(reference_of(policy), is_reference=True) if with_reference else None
         self.policy_gradients = PolicyGradients(policy, weights)
         self.log_probabilities = PolicyLogProbabilities(policy)

@@ -1,7 +1,7 @@
 """Prepares the YAML of a run that learns from rewards."""
 
 import os
-from typing import List
+from typing import Any, Dict, List, Tuple
 
 from mindformers.tools.register import MindFormerConfig
 
@@ -23,23 +23,12 @@ def prepare_rl(config: MindFormerConfig) -> None:
     run = YamlRun(config)
     if run.rl is None:
         return
-    of_adapters = list(settings_of(run).values())
     # Adapters differ only in the length and the number of their answers among the settings read here.
-    settings = of_adapters[0]
-    tokenizer = settings.tokenizer or run.tokenizer
-    # Read here too, so that an unusable prompt ends the run before anything is built.
-    length = run.model["seq_length"]
-    for each in of_adapters:
-        prompts = _prompts(each, tokenizer, length)
-    longest = max(len(prompt.tokens) for prompt in prompts) - 1
-    # Rows beyond those that the longest answers fill would be empty.
-    filled = (-(-each.rows // max(1, length // (longest + each.max_completion_length))) for each in of_adapters)
-    rows = min(run.rows, max(filled))
+    settings = next(iter(settings_of(run).values()))
+    sampler, prompts = sampler_of(run)
     config.runner_wrapper.type = RlTrainOneStepCell.__name__
-    config.runner_wrapper.sampler = MindFormerConfig(
-        tokenizer=tokenizer, seed=int(config.seed or 0), rows=rows, folder=os.getcwd()
-    )
-    steps = steps_of(len(prompts), config.runner_config.epochs, settings)
+    config.runner_wrapper.sampler = MindFormerConfig(**sampler)
+    steps = steps_of(prompts, config.runner_config.epochs, settings)
     config.train_dataset_task = MindFormerConfig(
         type=RlSteps.__name__, dataset_config=config.train_dataset or MindFormerConfig(), steps=steps
     )
@@ -48,9 +37,32 @@ def prepare_rl(config: MindFormerConfig) -> None:
     config.callbacks = [MindFormerConfig(type=RlReport.__name__), *(config.callbacks or [])]
     for _, callback in YamlRun(config).callbacks_of("LoraCheckpoint"):
         if "best_metric" not in callback:
-            mode, which = ("max", "largest") if settings.reward_funcs else ("min", "smallest")
-            callback.update(best_metric=settings.best_metric, best_mode=mode)
-            logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, settings.best_metric)
+            callback.update(best_of(settings))
+
+
+def best_of(settings: RlSettings) -> Dict[str, str]:
+    """Returns by what LoraCheckpoint keeps the best adapter where its node says nothing: best_metric and best_mode."""
+    mode, which = ("max", "largest") if settings.reward_funcs else ("min", "smallest")
+    logger.info("LoraCheckpoint keeps the adapter with the %s %s.", which, settings.best_metric)
+    return {"best_metric": settings.best_metric, "best_mode": mode}
+
+
+def sampler_of(run: YamlRun) -> Tuple[Dict[str, Any], int]:
+    """Returns the ``sampler`` of Policies, with the run's seed, and the number of prompts.
+
+    Raises ConfigError if a prompt cannot be used, before anything is built.
+    """
+    of_adapters = list(settings_of(run).values())
+    tokenizer = of_adapters[0].tokenizer or run.tokenizer
+    length = run.model["seq_length"]
+    for each in of_adapters:
+        prompts = _prompts(each, tokenizer, length)
+    longest = max(len(prompt.tokens) for prompt in prompts) - 1
+    # Rows beyond those that the longest answers fill would be empty.
+    filled = (-(-each.rows // max(1, length // (longest + each.max_completion_length))) for each in of_adapters)
+    rows = min(run.rows, max(filled))
+    seed = int(run.config.get("seed") or 0)
+    return {"tokenizer": tokenizer, "seed": seed, "rows": rows, "folder": os.getcwd()}, len(prompts)
 
 
 def _prompts(settings: RlSettings, tokenizer: str, length: int) -> List[Prompt]:

@@ -251,9 +251,14 @@ def steps_of(prompts: int, epochs: int, settings: RlSettings) -> int:
 
     Raises ConfigError if there are fewer prompts than a step answers.
     """
+    check_prompts(prompts, settings)
+    return prompts // settings.prompts_per_step * epochs * settings.num_iterations
+
+
+def check_prompts(prompts: int, settings: RlSettings) -> None:
+    """Raises ConfigError if there are fewer prompts than a step answers."""
     if prompts < settings.prompts_per_step:
         raise ConfigError(
             f"{settings.prompts} has {prompts} prompts, and rl.prompts_per_step is {settings.prompts_per_step}. Lower "
             "it, or write more prompts."
         )
-    return prompts // settings.prompts_per_step * epochs * settings.num_iterations

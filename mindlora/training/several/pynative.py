@@ -196,11 +196,13 @@ class StackedStep(TrainStep):
         optimizer (StackedPyNativeAdamW): The optimizer of their parameters.
     """
 
+    kind_of_updates = UpdatesOfAdapters
+
     def __init__(self, model: nn.Cell, optimizer: StackedPyNativeAdamW):
         super().__init__(model, optimizer)
         several = several_of(model)
         self.stack = several.stack
-        self.updates = UpdatesOfAdapters(optimizer, several.max_norm)
+        self.updates = self.kind_of_updates(optimizer, several.max_norm)
         self.gpt.loss = _TokenLosses(self.gpt.loss, self.stack.count)
 
     @property

@@ -12,12 +12,31 @@ from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.several.stack import pull
-from mindlora.training.several.train_step import StackedAdamW, StackedStep
+from mindlora.training.several.train_step import StackedAdamW, StackedStep, UpdatesOfAdapters
 from mindlora.training.step.train_step import StepRecord
 
 
+class UpdatesOfPolicies(UpdatesOfAdapters):
+    """UpdatesOfAdapters of adapters that learn from rewards.
+
+    Attributes:
+        policies (Policies): One for each adapter.
+    """
+
+    policies: Policies
+
+    def record_of(self, adapter: int) -> StepRecord:
+        """Returns one adapter's measurements in the last step."""
+        return super().record_of(adapter)._replace(measures=self.policies[adapter].measures, loss_falls=False)
+
+    def stop(self, adapter: int) -> None:
+        """Stops an adapter's learning and sampling."""
+        super().stop(adapter)
+        self.policies.end(adapter)
+
+
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
-class StackedRlTrainOneStepCell(StackedStep):
+class StackedRlTrainOneStepCell(UpdatesOfPolicies, StackedStep):
     """A train step in which each of K adapters takes the same step as alone with RlTrainOneStepCell.
 
     mindlora-run sets this cell in the YAML of a run with ``rl`` and pet_config.adapters.
@@ -33,9 +52,6 @@ class StackedRlTrainOneStepCell(StackedStep):
 
     Outputs:
         As in StackedTrainOneStepCell.
-
-    Attributes:
-        policies (Policies): One for each adapter.
     """
 
     def __init__(
@@ -62,12 +78,3 @@ class StackedRlTrainOneStepCell(StackedStep):
         # The losses are means already; if no token counts, there is none, and the adapter's step is skipped.
         loss, is_skipped, rate, norm = self.update(losses, tokens, self.gradients, self.ones)
         return loss, is_skipped, self.scale, rate, norm
-
-    def record_of(self, adapter: int) -> StepRecord:
-        """Returns one adapter's measurements in the last step."""
-        return super().record_of(adapter)._replace(measures=self.policies[adapter].measures, loss_falls=False)
-
-    def stop(self, adapter: int) -> None:
-        """Stops an adapter's learning and sampling."""
-        super().stop(adapter)
-        self.policies.end(adapter)

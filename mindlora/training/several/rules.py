@@ -23,7 +23,7 @@ from mindlora.run.yaml_run import WRAPPER, YamlRun
 
 KEY = f"{PET}.adapters"
 # The mcore models on which several adapters train.
-_MCORE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+_MCORE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 OPTIMIZER = "AdamW"
 # Keys of pet_config in which adapters may differ, in addition to name, learning_rate, data and rl.
 _DIFFER = (
@@ -318,8 +318,8 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
     if not trains:
         yield error(
             "model",
-            f"The model is {run.model_name}, and several adapters train on MindFormers' legacy Llama, its Qwen3 and "
-            "Qwen3-MoE alone.",
+            f"The model is {run.model_name}, and several adapters train on MindFormers' legacy Llama, and of its "
+            f"mcore models on {listed(_MCORE)}.",
             "Train one adapter at a time.",
         )
     elif run.is_mcore and run.model.get("moe_aux_loss_coeff"):
@@ -328,6 +328,13 @@ def _check_run(run: YamlRun) -> Iterator[Finding]:
             f"moe_aux_loss_coeff is {run.model['moe_aux_loss_coeff']}, but pet_config has adapters: the loss that "
             "balances routed experts is of all rows of a batch, of whichever adapter.",
             "Set it to 0, or train one adapter at a time.",
+        )
+    if run.predicted_layers:
+        yield error(
+            f"{MODEL}.num_nextn_predict_layers",
+            f"The model has {run.predicted_layers} layers that predict further tokens, but pet_config has adapters: "
+            "their loss is not kept apart.",
+            "Set it to 0.",
         )
     if run.at("grouped_lr_schedule"):
         yield error("grouped_lr_schedule", "grouped_lr_schedule is set, but each adapter has one learning rate.")
@@ -417,10 +424,6 @@ def check_pynative_adapters(config: Mapping[str, Any]) -> Iterator[Finding]:
     except LoraError as refusal:
         yield error(PYNATIVE_KEY, str(refusal))
         return
-    for adapter in adapters:
-        if adapter.rl:
-            found = f"The adapter {adapter.name} has rl, but under the PyNative Trainer no run learns from rewards."
-            yield error(PYNATIVE_KEY, found, "Remove rl, or write a YAML of graph mode.")
     yield from _check_files(adapters, PYNATIVE_KEY)
     yield from _check_pynative_data(config, adapters)
     yield from _check_pynative_run(config)

@@ -159,15 +159,28 @@ def install_positions(network: nn.Cell, rows: int) -> Parameter:
         obstacle, advice = "the model sets use_flash_attention: False, without which it makes no mask", "Remove it."
     if obstacle:
         raise ConfigError(f"Rows cannot hold several sequences: {obstacle}. {advice}")
-    length = network.config.seq_length
-    start = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
-    positions = Parameter(start, name=f"{TRANSIENT}positions", requires_grad=False)
     masks = _maker_of_masks(network)
-    masks.casual_mask = PositionMask(masks.casual_mask, positions, pad_token_id(network.config) + 1)
+    positions = mask_positions(masks, rows, network.config.seq_length, pad_token_id(network.config))
     if mcore is not None:
         mcore.rotary_pos_emb = McorePositions(mcore.rotary_pos_emb, positions)
     else:
         masks.freqs_mgr = LlamaPositions(masks.freqs_mgr, positions)
+    return positions
+
+
+def mask_positions(masks: nn.Cell, rows: int, length: int, pad: int) -> Parameter:
+    """Makes a cell that has a causal mask hide, in training, what is of another sequence, by positions.
+
+    Args:
+        masks (Cell): What has ``casual_mask``, which is replaced in place.
+        rows, length (int): Rows, and tokens of a row.
+        pad (int): The token that the mask takes for padding.
+
+    Returns the positions: see install_positions.
+    """
+    start = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    positions = Parameter(start, name=f"{TRANSIENT}positions", requires_grad=False)
+    masks.casual_mask = PositionMask(masks.casual_mask, positions, pad + 1)
     return positions
 
 

@@ -145,5 +145,5 @@ def test_a_base_as_it_is_stored_is_counted_in_the_bits_of_its_file(joined, make_
 
 
 def test_without_its_file_a_base_as_it_is_stored_is_not_planned():
-    with pytest.raises(ConfigError, match="the form of the weights is read from it"):
+    with pytest.raises(ConfigError, match="which gives the form of the weights"):
         list(run_of({}, {**LORA, "quantize_base": "as_stored"}).weights)

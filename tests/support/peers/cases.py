@@ -34,6 +34,22 @@ MODELS = {
     ),
     "tied": ("1GB", {**_SIZES, "tie_word_embeddings": True}),
 }
+# model_type of a mixture of experts -> keys of transformers' configuration.
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 6, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERT_MODELS = {
+    "qwen3_moe": {
+        **_SIZES,
+        **_EXPERTS,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "num_experts": 4,
+    },
+    "deepseek_v3": {**_SIZES, **_EXPERTS, **_LATENT, **_GROUPS},
+}
+EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def _case(model, dtype="float32", safetensors=True, embeddings="auto", **config):

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = os.path.join(os.path.dirname(__file__), "peft_side.py")
 # Seconds that one request may take. The first one also waits for the imports.
-PATIENCE = 180
+PATIENCE = 600
 
 
 class PeerError(AssertionError):
@@ -49,6 +49,7 @@ class Peer:
         # Without this environment's packages and without a network.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
+        environment.update(TRL_EXPERIMENTAL_SILENCE="1")
         with open(log, "w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
                 [python, script],

@@ -7,7 +7,9 @@ JSON: {"result": ...} or {"error": traceback}. One process serves all tests, sin
 import json
 import os
 import random
+import runpy
 import sys
+import tempfile
 import traceback
 import warnings
 
@@ -240,6 +242,32 @@ def load_stored(adapter):
     return torch.load(os.path.join(adapter, "adapter_model.bin"), weights_only=True)
 
 
+def run(program, arguments):
+    """Runs a program in a process of its own, which begins with all that is imported here; raises what it printed."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+") as printed:
+        child = os.fork()
+        if not child:
+            code = 1
+            os.dup2(printed.fileno(), 1)
+            os.dup2(printed.fileno(), 2)
+            try:
+                seed_all(0)
+                sys.argv = [program, *arguments]
+                runpy.run_path(program, run_name="__main__")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        printed.seek(0)
+        if status:
+            raise RuntimeError(f"{program} ended with status {status}:\n{printed.read()[-3000:]}")
+
+
 def seed_all(seed):
     """Seeds every random generator, so that what follows is reproducible."""
     random.seed(seed)
@@ -355,6 +383,7 @@ VERBS = {
         make_classifier_adapter,
         classifier_logits,
         hidden_states,
+        run,
     )
 }
 

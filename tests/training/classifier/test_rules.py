@@ -26,6 +26,8 @@ def test_a_yaml_without_faults():
     assert found("LlamaForCausalLM", None) == []
     assert found_in_qwen3() == [] and found_in_qwen3("Qwen3ForTokenClassification", 9) == []
     assert found_in_qwen3(num_labels=1, runner_wrapper=REWARD) == []
+    for model in ("Qwen3Moe", "DeepseekV3"):
+        assert found_in_qwen3(f"{model}ForSequenceClassification", 1, runner_wrapper=REWARD) == []
 
 
 def test_what_an_mcore_model_is_told_names_its_own_classes():
@@ -33,6 +35,10 @@ def test_what_an_mcore_model_is_told_names_its_own_classes():
     assert finding.advice.startswith(
         "Set model.model_config.architectures: Qwen3ForSequenceClassification or Qwen3ForTokenClassification, or"
     )
+    (finding,) = found_in_qwen3("DeepseekV3ForCausalLM")
+    assert "DeepseekV3ForSequenceClassification or DeepseekV3ForTokenClassification, or" in finding.advice
+    (finding,) = found_in_qwen3("UnknownForCausalLM")
+    assert all(model in finding.advice for model in ("Qwen3ForS", "Qwen3MoeForS", "DeepseekV3ForS"))
     (finding,) = found_in_qwen3("Qwen3ForTokenClassification", 1, runner_wrapper=REWARD)
     assert "architectures: Qwen3ForSequenceClassification and model_config.num_labels: 1" in finding.advice
 
@@ -65,6 +71,13 @@ def test_what_is_refused(nodes, key, message):
     assert (finding.severity, finding.key) == ("error", key) and message in str(finding)
 
 
+def test_a_classifier_that_predicts_further_tokens_is_refused():
+    model = {"architectures": "DeepseekV3ForTokenClassification", "num_labels": 2, "num_nextn_predict_layers": 1}
+    yaml = {"run_mode": "finetune", "use_legacy": False, "model": {"model_config": {**model, "pet_config": {}}}}
+    (finding,) = check_classifier(YamlRun(yaml))
+    assert finding.key == "model.model_config.architectures" and "num_nextn_predict_layers: 0" in finding.advice
+
+
 def test_a_yaml_of_the_pynative_trainer_is_told_its_own_keys():
     model = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 2}
     assert list(check_pynative_classifier({"model": model})) == []
@@ -73,6 +86,7 @@ def test_a_yaml_of_the_pynative_trainer_is_told_its_own_keys():
         "checkpoint.save_trainable_only": {"checkpoint": {"save_trainable_only": True}},
         "pet_config.adapters": {"pet_config": {"adapters": [{"name": "a"}]}},
         "callbacks.Forgetting": {"callbacks": [{"type": "Forgetting"}]},
+        "model.architectures": {"model": {**model, "architectures": ["DeepseekV3ForSequenceClassification"]}},
         "preference": {"preference": {"loss": "reward"}},
     }
     for key, changed in nodes.items():

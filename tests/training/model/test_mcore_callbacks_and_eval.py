@@ -1,4 +1,4 @@
-"""A run of a Qwen3 from the adapter of mindlora eva: what it forgets and answers, and MindFormers' evaluation."""
+"""A run of an mcore model from the adapter of mindlora eva: what it forgets, what it answers, how it is evaluated."""
 
 import json
 import re
@@ -15,25 +15,36 @@ from mindlora.files.adapters import files
 from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_runs
-from tests.support.mcore_networks import scaled, tiny_config, tiny_qwen3
-from tests.support.what_runs import shows
+from tests.support.mcore_networks import MAKE, scaled, tiny_config
+from tests.support.what_runs import showing, shows
 
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 
 
-def make_base(vocabulary):
-    return scaled(tiny_qwen3(vocab_size=vocabulary, pad_token_id=tiny_runs.PAD), 0.4)
+def on_models(*features):
+    """Returns a mark: a test shows these features on each of the models; it is long on mixtures of experts."""
+    models = [pytest.param("qwen3", marks=[shows(feature, "qwen3") for feature in features])]
+    return pytest.mark.parametrize("model", [*models, *showing(*features, always=())], indirect=True, scope="module")
+
+
+def make_base(model, vocabulary):
+    return scaled(MAKE[model](vocab_size=vocabulary, pad_token_id=tiny_runs.PAD), 0.4)
 
 
 @pytest.fixture(scope="module")
-def run(mindformers, tmp_path_factory):
+def model(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(model, mindformers, tmp_path_factory):
     """The folder of a run with a base, its data and its YAML."""
     folder = tmp_path_factory.mktemp("callbacks")
     trained = tokenizers.fit_tokenizer(["good morning, good evening, good night"] * 3, 280)
     tokenizers.save_tokenizer(trained, str(folder / "tokenizer"))
     vocabulary = len(trained)
     with in_mode(ms.GRAPH_MODE):
-        ms.save_checkpoint(make_base(vocabulary), str(folder / "base.ckpt"))
+        ms.save_checkpoint(make_base(model, vocabulary), str(folder / "base.ckpt"))
     tiny_runs.write_data(folder / "data.mindrecord", 16)
     answers = {"prompts": ["good"], "tokenizer": str(folder / "tokenizer"), "template": "plain", "max_tokens": 3}
     callbacks = [
@@ -42,7 +53,8 @@ def run(mindformers, tmp_path_factory):
         {"type": "SampleAnswers", **answers},
         {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9},
     ]
-    config = tiny_config(str(folder / "data.mindrecord"), 8, callbacks, PET, load_checkpoint=str(folder / "base.ckpt"))
+    base = str(folder / "base.ckpt")
+    config = tiny_config(str(folder / "data.mindrecord"), 8, callbacks, PET, model, load_checkpoint=base)
     config["model"]["model_config"].update(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
     config["lr_schedule"]["learning_rate"] = 3e-2
     (folder / "eva.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
@@ -56,7 +68,7 @@ def run(mindformers, tmp_path_factory):
     return folder, config, report
 
 
-@shows("eva", "qwen3")
+@on_models("eva")
 def test_it_begins_with_the_adapter_that_the_command_made(run):
     folder, _, report = run
     assert report["batches"] == 4 and len(set(report["ranks"].values())) > 1
@@ -69,8 +81,7 @@ def test_it_begins_with_the_adapter_that_the_command_made(run):
         np.testing.assert_allclose(trained.tensors[path, "A"], first.tensors[path, "A"], atol=0.07)
 
 
-@shows("forgetting", "qwen3")
-@shows("guard", "qwen3")
+@on_models("forgetting", "guard")
 def test_a_run_ends_with_the_last_state_within_its_budget(run):
     history = read_history(str(run[0] / "output"))
     measured = [record["forgetting"] for record in history.forgetting]
@@ -78,13 +89,14 @@ def test_a_run_ends_with_the_last_state_within_its_budget(run):
     assert [event["event"] for event in history.events] == ["budget"]
 
 
-@shows("answers", "qwen3")
+@on_models("answers")
 def test_prompts_are_answered_before_and_after(run):
     before, after = read_history(str(run[0] / "output")).answers
     assert before["step"] == 0 and before["answers"][0]["prompt"] == after["answers"][0]["prompt"] == "good"
 
 
-def test_mindformers_evaluates_the_adapter(run):
+@on_models()
+def test_mindformers_evaluates_the_adapter(model, run):
     folder, config, _ = run
     adapter = folder / "output" / "lora_checkpoint" / "step_2"
     config = json.loads(json.dumps(config))
@@ -96,7 +108,7 @@ def test_mindformers_evaluates_the_adapter(run):
     (found,) = re.findall(r"'PerplexityMetric': \{'loss': ([\d.]+)", result.stdout + result.stderr)
     ids, labels = tiny_runs.write_data(folder / "again.mindrecord", 16)
     with in_mode(ms.GRAPH_MODE):
-        network = make_base(config["model"]["model_config"]["vocab_size"])
+        network = make_base(model, config["model"]["model_config"]["vocab_size"])
         load_lora(network, str(adapter))
         network.set_train(False)
         # MindFormers judges rows without the last of their tokens, each token by those before it.

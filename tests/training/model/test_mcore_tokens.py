@@ -7,9 +7,9 @@ from mindspore import Tensor
 from mindlora import LoraConfig, apply_lora
 from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import TINY, Loss, tiny_deepseek_v3, tiny_qwen3, tokens
+from tests.support.mcore_networks import MAKE, TINY, Loss, tiny_qwen3, tokens
 from tests.support.networks import randomize
-from tests.support.what_runs import shows
+from tests.support.what_runs import OF_EXPERTS, showing, shows
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
@@ -51,10 +51,10 @@ def rows():
     return ids
 
 
-@shows("alora", "deepseek_v3")
-def test_adapters_act_from_the_invocation_on_in_each_row():
+@pytest.mark.parametrize("model", showing("alora", always=OF_EXPERTS))
+def test_adapters_act_from_the_invocation_on_in_each_row(model):
     """The cells of a DeepSeek-V3 have rows of other shapes; PEFT judges those of a Qwen3."""
-    ids, network = rows(), tiny_deepseek_v3()
+    ids, network = rows(), MAKE[model]()
     base = network.set_train(False)(Tensor(ids)).asnumpy().reshape(3, 16, -1)
     config = LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=2, alora_invocation_tokens=INVOCATION)
     apply_lora(network, config)

@@ -14,7 +14,9 @@ from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.train_step import LoraTrainOneStepCell
-from tests.support.mcore_networks import scaled, tiny_qwen3, tiny_qwen3_moe, with_adapters
+from tests.support import preference_oracle
+from tests.support.mcore_networks import MAKE, scaled, tiny_qwen3, tiny_qwen3_moe, with_adapters
+from tests.support.what_runs import OF_EXPERTS, showing
 
 WIDTH = 17
 
@@ -110,6 +112,44 @@ def test_the_reference_of_adapters_on_experts_computes_what_the_model_did(random
         parameter.set_data(Tensor(np.full(parameter.shape, 0.3, np.float32)))
     np.testing.assert_allclose(logits(reference), before, rtol=0, atol=1e-5)
     assert np.abs(logits(network) - before).max() > 0.01
+
+
+def log_probabilities(network, ids, answers):
+    """The log-probability of each of two answers, float64 [2], from the logits of a network: ids is [2, WIDTH]."""
+    network.set_train(False)
+    found = network(Tensor(ids[:, :-1]))
+    found = (found[0] if isinstance(found, tuple) else found).asnumpy().astype(np.float64).reshape(2, WIDTH - 1, -1)
+    found = found - np.log(np.exp(found).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(found, ids[:, 1:, None], -1)[..., 0]
+    return np.where(answers[:, 1:] >= 0, chosen, 0).sum(-1)
+
+
+@pytest.mark.parametrize("model", showing("preference", always=OF_EXPERTS))
+def test_losses_on_routed_experts_are_those_of_the_logits(model, mindformers, graph_mode):
+    """With a reference, which is the base without the adapter, and without one; NumPy takes the logits of both."""
+    ids = tokens()
+    answers = np.where(np.arange(WIDTH) < np.array([[6], [9]]), -1, np.array([[0], [1]])).astype(np.int32)
+    labels = np.where(answers >= 0, ids, -100).astype(np.int32)
+    targets = {"target_modules": ["linear_proj"], "target_parameters": ["mlp.experts"]}
+
+    def make():
+        return scaled(MAKE[model](seq_length=WIDTH - 1), 0.4)
+
+    base, adapted_base = make(), make()
+    apply_lora(adapted_base, LoraConfig(lora_rank=2, lora_alpha=4, **targets))
+    freeze_base(adapted_base)
+    set_random(adapted_base)
+    policy, reference = (log_probabilities(each, ids, answers) for each in (adapted_base, base))
+    assert np.abs(policy - reference).min() > 0.01
+    lengths = (answers[:, 1:] >= 0).sum(-1)
+    batch = [Tensor(array) for array in (ids[None], labels[None], answers[None], np.ones((1, 1), np.int32))]
+    for node, compared in (({"loss": "dpo", "beta": 0.3}, reference), ({"loss": "orpo"}, None)):
+        settings = preference_settings(node)
+        network = with_adapters(make(), lora_rank=2, lora_alpha=4, **targets)
+        loss = preference_loss(network, settings).set_train()
+        set_random(network)
+        expected = preference_oracle.pair_loss(settings, policy, compared, lengths)
+        assert float(loss(*batch)[0].asnumpy()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mindformers, graph_mode):

@@ -153,12 +153,16 @@ def test_what_needs_a_whole_model_is_refused_in_two_processes_that_divide_it(fol
     nodes[-1]["target_r"] = 2
     shared = [{"adapters": [{"name": "one"}]}, {"use_vera": True}]
     sharing = [{**config, "pet_config": node, "parallelism": {"data_parallel_shard": 1}} for node in shared]
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}))
+    rl = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "tokenizer": "model", "max_completion_length": 4}
+    rewards = {**config, "rl": rl, "train_dataset": {"dataloader": {"type": "RlSteps"}}}
     classifier = {**config["model"], "architectures": "Qwen3ForSequenceClassification", "num_labels": 2}
     divided = [{**config, "model": classifier}, *({**config, "pet_config": node} for node in nodes)]
     sharing[1]["lora_config"] = {**LORA, "target_modules": r"linear_(proj|fc2)$"}
-    given.write_text(json.dumps([*sharing, *divided]))
+    given.write_text(json.dumps([rewards, *sharing, *divided]))
     run_ranks(2, folder, pynative_series.__file__, given, found, trainer="pynative")
-    of_adapters, of_vera, of_classifier, *messages = json.loads(found.read_text())
+    of_rewards, of_adapters, of_vera, of_classifier, *messages = json.loads(found.read_text())
+    assert "a run learns from rewards in one process, but this one has 2" in of_rewards
     for message, field in ((of_adapters, "adapters"), (of_vera, "use_vera")):
         assert f"pet_config has {field}" in message and "this run has 2 processes" in message
     assert "model.architectures is Qwen3ForSequenceClassification, which mindlora supports" in of_classifier

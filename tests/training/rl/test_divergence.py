@@ -24,7 +24,7 @@ TEMPERATURE = 1.3
 
 def qwen3(tied=False, **pet):
     """A tiny Qwen3 with adapters, with the same base at each call."""
-    network = tiny_qwen3(num_hidden_layers=2, tie_word_embeddings=tied)
+    network = tiny_qwen3(tie_word_embeddings=tied)
     return with_adapters(scaled(network, 0.5), lora_dropout=0.0, **pet)
 
 

@@ -1,4 +1,4 @@
-"""Several adapters in one run on a Qwen3-MoE, on its routed experts too: each learns what it learns alone."""
+"""Several adapters in one run on a mixture of experts, on its routed experts too: each learns what it learns alone."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from mindlora.training.report.history import read_history
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
-from tests.support.what_runs import shows
+from tests.support.what_runs import showing
 
 STEPS = 8
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -19,39 +19,46 @@ ADAPTERS = {
 }
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear", "lora_dropout": 0.0}
 
+of_models = pytest.mark.parametrize("model", showing("several", "experts"), indirect=True, scope="module")
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def model(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
     """Output folders: "both" of a run with both adapters, and "other" of one with the second alone."""
     folder = tmp_path_factory.mktemp("several")
     tiny_runs.write_data(folder / "data.mindrecord", 16)
     tiny_runs.write_data(folder / "held_out.mindrecord", 6, seed=1)
-    start(folder, "both", {**PET, "adapters": [{"name": name, **own} for name, own in ADAPTERS.items()]})
+    start(folder, model, "both", {**PET, "adapters": [{"name": name, **own} for name, own in ADAPTERS.items()]})
     own = dict(ADAPTERS["other"])
     rate = own.pop("learning_rate")
-    start(folder, "other", {**PET, **own}, rate)
+    start(folder, model, "other", {**PET, **own}, rate)
     return folder
 
 
-def start(folder, name, pet, rate=1e-2):
+def start(folder, model, name, pet, rate=1e-2):
     callbacks = [
         {"type": "HeldOutLoss", "dataset_dir": str(folder / "held_out.mindrecord"), "every_steps": 4, "batch_size": 2},
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 2},
     ]
-    config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet, "qwen3_moe")
+    config = tiny_config(str(folder / "data.mindrecord"), 4, callbacks, pet, model)
     config["runner_config"]["gradient_accumulation_steps"] = 2
     config["lr_schedule"]["learning_rate"] = rate
     result = tiny_runs.launch(config, folder / name)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
+@of_models
 def test_the_adapters_are_compared_on_one_page(folder):
     comparison = json.loads((folder / "both" / "comparison.json").read_text(encoding="utf-8"))
     assert all(name in json.dumps(comparison) for name in ADAPTERS) and (folder / "both" / "comparison.html").exists()
 
 
-@shows("several", "qwen3_moe")
-@shows("experts", "qwen3_moe")
+@of_models
 def test_an_adapter_learns_what_it_learns_alone(folder):
     """The second one, whose tokens and values are behind the first one's, of a rank below the largest."""
     outputs = folder / "both" / "other", folder / "other"

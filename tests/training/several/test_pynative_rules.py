@@ -68,7 +68,11 @@ def test_a_run_alone_has_what_the_adapter_has_of_its_own(tmp_path):
         ({"pet_config": {"modules_to_save": ["norm"]}}, "pet_config.modules_to_save", "does not support"),
         ({"pet_config": {"adapters": [{"lora_init": "pissa"}]}}, "pet_config.adapters", "changes the base"),
         ({"pet_config": {"adapters": [{"data": "/nowhere"}]}}, "pet_config.adapters", "data of the adapter adapter_1"),
-        ({"pet_config": {"adapters": [{"rl": {"seed": 1}}]}}, "pet_config.adapters", "adapter_1 has rl, but under"),
+        (
+            {"pet_config": {"adapters": [{"rl": {"seed": 1}}]}},
+            "pet_config.adapters",
+            "adapter_1 has rl, but the run does not",
+        ),
         ({"model": {"chunk_loss_num": 4}}, "model.chunk_loss_num", "Remove it"),
         ({"model": {"calculate_per_token_loss": True}}, "model.calculate_per_token_loss", "its own mean loss"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type", "Set it to AdamW"),

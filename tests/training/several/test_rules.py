@@ -125,6 +125,7 @@ def test_data_of_an_adapter(tmp_path):
     assert "Set warmup_steps or warmup_ratio" in findings[0][2] and "in batches of equal size" in findings[2][2]
 
 
+FURTHER = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
 BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
 
 
@@ -145,9 +146,15 @@ BALANCED = {"model_type": "qwen3_moe", "moe_aux_loss_coeff": 0.001}
         ({}, {"context": {"mode": 1}}, "context.mode", "in graph mode"),
         (
             {},
-            {"use_legacy": False, "model": {"model_config": {"model_type": "deepseek_v3", "pet_config": pet_config()}}},
+            {"use_legacy": False, "model": {"model_config": {"model_type": "glm4", "pet_config": pet_config()}}},
             "model",
-            "The model is DeepseekV3ForCausalLM, and .* its Qwen3 and Qwen3-MoE alone. Train one adapter at a time",
+            "The model is glm4, and .* Qwen3MoeForCausalLM, DeepseekV3ForCausalLM. Train one adapter at a time",
+        ),
+        (
+            {},
+            {"use_legacy": False, "model": {"model_config": {**FURTHER, "pet_config": pet_config()}}},
+            "model.model_config.num_nextn_predict_layers",
+            "The model has 1 layers that predict further tokens, .* is not kept apart. Set it to 0",
         ),
         (
             {},

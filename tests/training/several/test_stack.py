@@ -13,8 +13,10 @@ from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.tree import lora_cells
 from mindlora.training.several.stack import pull, push, stack_adapters
+from tests.support import moe_networks
 from tests.support.mcore_networks import tiny_qwen3
-from tests.support.networks import TinyModel, as_array, randomize
+from tests.support.moe_cells import WeightedOutput
+from tests.support.networks import TinyModel, as_array, normal, randomize
 
 CONFIGS = (
     LoraConfig(lora_rank=4, target_modules=["wq", "w2"]),
@@ -101,6 +103,57 @@ def test_cells_of_an_mcore_model_take_rows_that_are_side_by_side(base, mindforme
             mine = np.ascontiguousarray(x[:, 2 * number :][:, :2])
             found, expected = as_array(stack.cells[path](Tensor(x))[0]), as_array(cell(Tensor(mine))[0])
             np.testing.assert_allclose(found[:, 2 * number :][:, :2], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_compute_and_differentiate_for_each_adapter_as_with_its_own_weights(mindformers, graph_mode):
+    configs = [
+        LoraConfig(target_parameters=["mlp.experts"], lora_rank=2, lora_alpha=3),
+        LoraConfig(target_parameters=["experts.down_proj"], lora_rank=3, lora_alpha=1),
+    ]
+    network = moe_networks.experts_alone()
+    stack = stack_adapters(network, configs)
+    for number, own in enumerate(stack.networks):
+        randomize(own.trainable_params(), seed=number)
+        push(stack.slices(number))
+    # Five tokens for each adapter, and the experts of the first ones are chosen by others too.
+    x, probs, chosen = moe_networks.routed(10)
+    weights = normal(*x.shape, seed=4)
+    base = {p.name.split("experts.")[1]: as_array(p) for p in network.get_parameters() if not p.requires_grad}
+    pairs = [
+        {path.rpartition(".")[2]: list(map(as_array, cell.lora_parameters())) for path, cell in lora_cells(own)}
+        for own in stack.networks
+    ]
+    assert [sorted(each) for each in pairs] == [["weight1", "weight2"], ["weight2"]]
+
+    def output(number):
+        """Of the tokens of an adapter."""
+        mine, scale = slice(5 * number, 5 * number + 5), configs[number].lora_alpha / configs[number].lora_rank
+        changed = []
+        for leaf, shape in (("weight1", (-1, x.shape[2], 12)), ("weight2", (-1, 6, x.shape[2]))):
+            weight = base[leaf].reshape(shape)
+            if leaf in pairs[number]:
+                weight = moe_networks.changed_weight(weight, *pairs[number][leaf], scale)
+            changed.append(weight)
+        return moe_networks.dense_experts(x[:, mine], probs[:, mine], chosen[:, mine], *changed) * weights[:, mine]
+
+    trained = network.trainable_params()
+    loss, found = ms.value_and_grad(WeightedOutput(network), None, trained)(*map(Tensor, (x, probs, chosen, weights)))
+    assert float(as_array(loss)) == pytest.approx(sum(output(number).sum() for number in (0, 1)), rel=1e-4)
+    gradients = {p.name.split("experts.")[1]: as_array(gradient) for p, gradient in zip(trained, found)}
+    rng = np.random.default_rng(0)
+    for number, own in enumerate(pairs):
+        for leaf, pair in own.items():
+            for part, array in zip("ab", pair):
+                rank = configs[number].lora_rank
+                gradient = gradients[f"{leaf}.mindpet_delta_lora_{part}"][number]
+                gradient = gradient[:, :rank] if part == "a" else gradient[:, :, :rank]
+                direction, before, sums = rng.normal(size=array.shape), array.copy(), []
+                for step in (1e-5, -1e-5):
+                    array[...] = before + step * direction
+                    sums.append(output(number).sum())
+                array[...] = before
+                slope = (sums[0] - sums[1]) / 2e-5
+                np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-3, atol=1e-3)
 
 
 def test_an_adapter_is_saved_as_one_that_was_trained_alone(stack, tmp_path):
