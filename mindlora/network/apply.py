@@ -112,9 +112,11 @@ def put_lora(tree: Tree, cells: Dict[str, nn.Cell], config_of: Callable[[str], L
     adapted, shared = {}, {}
     for path, cell in cells.items():
         kind, config = kinds[path], configs[path]
-        if kind not in shared:
-            shared[kind] = kind.shared_parameters([cells[other] for other in cells if kinds[other] is kind], config)
-        adapted[path] = kind.from_cell(cell, config, shared[kind])
+        # Cells of one variant share, whatever their bases are.
+        if kind.variant not in shared:
+            sharing = [cells[other] for other in cells if kinds[other].variant is kind.variant]
+            shared[kind.variant] = kind.shared_parameters(sharing, config)
+        adapted[path] = kind.from_cell(cell, config, shared[kind.variant])
         adapted[path].name_parts(path)
     replacements: Dict[int, nn.Cell] = {id(cell): adapted[path] for path, cell in cells.items()}
     replacements.update(invocation_marker(tree.network, adapted))

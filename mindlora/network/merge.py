@@ -9,34 +9,29 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindlora.core.errors import LoraError, MergeError
-from mindlora.core.numerics.dtypes import ROUNDING
-from mindlora.core.numerics.folding import fold_weight, probe_weight, worst_of
+from mindlora.core.numerics.dtypes import ROUNDING, to_float32
+from mindlora.core.numerics.folding import fold_weight, probe_weight, row_gains, worst_of
 from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.core.numerics.pair_shapes import EMBEDDING, factors
 from mindlora.core.text import listed
-from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, carry_settings
 from mindlora.network.cells.routed_experts import plain_holders
 from mindlora.network.initialize import check_weights
 from mindlora.network.quantized.nf4 import first_rows
 from mindlora.network.registry import kind_of
+from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells, replace_children
 
 # A cell with an adapter on a 4-bit weight of any kind: its weight in float, and a sample of it.
 
 
 def in_float(cell: LoRACell) -> LoRACell:
-    """Returns a cell with the same A and B on the plain cell with the dequantized weight (see NF4Dense.plain_cell)."""
-    config = LoraConfig(
-        lora_rank=cell.lora_rank,
-        lora_alpha=cell.lora_alpha,
-        lora_dropout=cell.dropout_rate,
-        use_rslora=cell.use_rslora,
-        compute_dtype=str(cell.dtype),
-        freeze_lora_a=cell.freeze_lora_a,
+    """Returns a cell with the same adapter on the plain cell with the dequantized weight (see NF4Dense.plain_cell)."""
+    config = dataclasses.replace(
+        cell.config, quantize_base=None, quantize_exclude=None, lora_init=None, compute_dtype=str(cell.dtype)
     )
     plain = cell.base_cell.plain_cell()
-    lora = kind_of(plain, config).from_cell(plain, config)
+    lora = kind_of(plain, config).from_cell(plain, config, tuple(cell.shared_parts().values()))
     for part, parameter in cell.parts().items():
         setattr(lora, lora.parameter_names[part], parameter)
     carry_settings(cell, lora)
@@ -50,7 +45,11 @@ def sample(cell: LoRACell, rows: int) -> Tuple[np.ndarray, np.ndarray]:
     left, right = (half.reshape(-1, *half.shape[-2:]) for half in cell.layout.factors(*cell.pair()))
     count = -(-len(weight) // left.shape[1])
     change = np.float32(cell.scale) * left[:count, : len(weight)].astype(np.float32) @ right[:count].astype(np.float32)
-    return weight, change.reshape(-1, change.shape[-1])[: len(weight)]
+    change = change.reshape(-1, change.shape[-1])[: len(weight)]
+    if cell.variant.row_norms:
+        magnitude = to_float32(to_array(cell.parts()[cell.variant.row_norms]))[: len(weight)]
+        change = row_gains(weight + change, magnitude) * (weight + change) - weight
+    return weight, change
 
 
 logger = logging.getLogger("mindlora")

@@ -19,6 +19,7 @@ from mindlora.network.cells.parallel_linear import (
     LoRAParallelLinear,
     NF4ParallelLinear,
     QLoRAParallelLinear,
+    QuantizedParallelBase,
     on_parallel_linear,
 )
 from mindlora.network.pynative.embedding import LoRAPyNativeEmbedding
@@ -30,9 +31,10 @@ from mindlora.network.pynative.linear import (
     MiSSPyNativeLinear,
     VeRAPyNativeLinear,
 )
-from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear
+from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear, on_nf4
 from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense
 from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
+from mindlora.network.quantized.quantized_dense import on_quantized
 from mindlora.network.tree import Tree, adapter_path, refusal, weight_of
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.network.variants.dora import DoRADense
@@ -41,19 +43,23 @@ from mindlora.network.variants.vera import VeRADense
 
 # Variants on linear cells: nn.Dense, MindFormers' Linear and, by on_parallel_linear, those of its mcore models.
 LINEAR_VARIANTS = (DoRADense, VeRADense, AdaLoRADense, MiSSDense)
+# Variants on QuantizedDense.
+QUANTIZED_VARIANTS = tuple(map(on_quantized, LINEAR_VARIANTS))
+# Variants on MindFormers' Linear of PyNative models.
+PYNATIVE_VARIANTS = (DoRAPyNativeLinear, MiSSPyNativeLinear, VeRAPyNativeLinear, AdaLoRAPyNativeLinear)
 # kind_of picks the first one that can adapt the base cell and has the configured variant.
 KINDS = (
     *map(on_parallel_linear, LINEAR_VARIANTS),
     LoRAParallelLinear,  # linear cells of MindFormers' mcore models
+    *(on_parallel_linear(kind, QuantizedParallelBase) for kind in QUANTIZED_VARIANTS),
     QLoRAParallelLinear,  # NF4ParallelLinear, IntegerParallelLinear
-    DoRAPyNativeLinear,
-    MiSSPyNativeLinear,
-    VeRAPyNativeLinear,
-    AdaLoRAPyNativeLinear,
+    *map(on_nf4, PYNATIVE_VARIANTS),
     QLoRAPyNativeLinear,  # NF4PyNativeLinear, also an instance of MindFormers' Linear
+    *PYNATIVE_VARIANTS,
     LoRAPyNativeLinear,  # linear cells of MindFormers' PyNative models
     *LINEAR_VARIANTS,
     LoRADense,  # nn.Dense and MindFormers' Linear
+    *QUANTIZED_VARIANTS,
     QLoRADense,  # QuantizedDense
     LoRAParallelEmbedding,  # VocabParallelEmbedding of MindFormers' mcore models
     LoRAPyNativeEmbedding,  # VocabEmbedding of MindFormers' PyNative models

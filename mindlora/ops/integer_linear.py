@@ -42,12 +42,19 @@ class IntegerLinear(OperatorCell):
         grad_kernel = CpuKernel(f"Int{bits}LinearGrad", self.inputs)
         self.kernel = CpuKernel(f"Int{bits}Linear", self.inputs, bprop=_gradient(grad_kernel))
 
+        self.norms_kernel = CpuKernel(f"Int{bits}SquaredNorms", self.inputs)
+        self.vector = Tensor([0], mstype.float32)
+
     def construct(self, x: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
         check_dtypes(self.op, self.path, ("scales",), (scales.dtype,))
         dtypes = codes.dtype, zeros.dtype
         check_fixed_dtypes(self.op, self.path, ("codes", "zeros"), dtypes, (mstype.uint8, mstype.uint8))
         return self.kernel(x, codes, zeros, scales)
+
+    def squared_norms(self, after: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+        """||W||^2 of each row, float32 [N], added up as W is decoded; ``after`` is not needed (see Nf4Linear)."""
+        return self.norms_kernel(self.vector, codes, zeros, scales)
 
 
 def _gradient(kernel: CpuKernel) -> Callable[..., Tuple[Any, ...]]:

@@ -54,6 +54,7 @@ class Nf4Linear(OperatorCell):
         if self.path == "cpu":
             self.grad_kernel = CpuKernel("Nf4LinearGrad", 5)
             self.grad_like_kernel = CpuKernel("Nf4LinearGradLike", 6)
+            self.norms_kernel = CpuKernel("Nf4SquaredNorms", 5)
         # Primitives, because their functional forms cannot be called in a backward in graph mode.
         self.gather = ops.Gather()
         self.concat = ops.Concat(2)
@@ -61,6 +62,8 @@ class Nf4Linear(OperatorCell):
         self.depend = ops.Depend()
         self.vector = Tensor([0], mstype.float32)
         self.low_values, self.high_values = map(Tensor, BYTE_VALUES)
+        self.squares = Tensor((BYTE_VALUES**2).sum(0))
+        self.sum = ops.ReduceSum()
 
     def construct(self, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
         check_dtypes(self.op, self.path, ("x",), (x.dtype,))
@@ -91,15 +94,32 @@ class Nf4Linear(OperatorCell):
         halves = (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
         low, high = self.gather(self.low_values, at, 0), self.gather(self.high_values, at, 0)
         values = self.concat((ops.reshape(low, halves), ops.reshape(high, halves)))
-        block = ops.reshape(ops.cast(absmax, mstype.float32), (-1,))
-        block = self.of_blocks(offsets, absmax) + self.of_blocks(scales, absmax) * block
-        values = values * ops.reshape(block, (-1, absmax.shape[1], 1))
+        values = values * ops.reshape(self.largest(absmax, scales, offsets), (-1, absmax.shape[1], 1))
         values = ops.cast(ops.reshape(values, (codes.shape[0], -1)), like.dtype)
         return values if self.has_whole_blocks(like, absmax) else values[:, : like.shape[1]]
 
     def has_whole_blocks(self, x: Tensor, absmax: Tensor) -> bool:
         """Whether K is known to be a multiple of 64 when the graph is compiled."""
         return functional.isconstant(x.shape[1]) and x.shape[1] == BLOCK * absmax.shape[1]
+
+    def squared_norms(self, after: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+        """||W||^2 of each row, float32 [N].
+
+        The cpu path adds them up as it decodes W. Elsewhere a table has the sum of squares for each byte of codes. That
+        takes about 4 bytes per weight during the call, which begins only once ``after``, of any shape, is computed.
+        """
+        if self.path == "cpu":
+            return self.norms_kernel(self.vector, codes, absmax, scales, offsets)
+        at = ops.cast(self.depend(codes, after), mstype.int32)
+        blocks = (-1, absmax.shape[1], codes.shape[1] // absmax.shape[1])
+        squares = self.sum(ops.reshape(self.gather(self.squares, at, 0), blocks), 2)
+        largest = ops.reshape(self.largest(absmax, scales, offsets), (-1, absmax.shape[1]))
+        return self.sum(squares * (largest * largest), 1)
+
+    def largest(self, absmax: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+        """absmax' = offset + scale * absmax, float32 [N * blocks]."""
+        block = ops.reshape(ops.cast(absmax, mstype.float32), (-1,))
+        return self.of_blocks(offsets, absmax) + self.of_blocks(scales, absmax) * block
 
     def of_blocks(self, of_groups: Tensor, absmax: Tensor) -> Tensor:
         """For each block, the value of its group."""

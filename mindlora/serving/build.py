@@ -10,6 +10,7 @@ from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.dtypes import BFLOAT16
+from mindlora.core.numerics.folding import Rows
 from mindlora.core.text import examples, listed
 from mindlora.files.adapters.fingerprint import ROW_ORDERS
 from mindlora.files.adapters.matching import CellShape
@@ -127,7 +128,7 @@ def make_engine(
     # Elsewhere weights are copied to the device.
     notes = load_base(network, checkpoint, mapped=ms.get_context("device_target") == "CPU")
     folder = checkpoint if os.path.isdir(checkpoint) else None
-    return engine_of(network, tokenizer, registry, settings, bool(quantize_base), model_name, folder, notes)
+    return engine_of(network, tokenizer, registry, settings, model_name, folder, notes)
 
 
 class ServedCells(NamedTuple):
@@ -155,7 +156,6 @@ def engine_of(
     tokenizer: Any,
     registry: AdapterRegistry,
     settings: EngineSettings,
-    quantize: bool = False,
     model_name: str = "base",
     base_folder: Optional[str] = None,
     base_notes: Sequence[str] = (),
@@ -171,7 +171,7 @@ def engine_of(
     pooled = add_pools(network, linear, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
     tables = _tables(network)
-    weights = None if quantize else _weights(linear)
+    weights = _weights(linear)
     hidden = embedding_of(network)[1].shape[1]
     layout = ServedLayout(
         shapes,
@@ -231,11 +231,14 @@ def _expert_shapes(network: nn.Cell) -> Dict[str, CellShape]:
     return shapes
 
 
-def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, np.ndarray]]:
+def _weights(cells: Mapping[str, nn.Cell]) -> Optional[Dict[str, Rows]]:
     """Returns adapter path -> weight in MindSpore's own memory on a CPU; None elsewhere, as it would be copied."""
     if ms.get_context("device_target") != "CPU":
         return None
-    return {path: to_array(weight_of(cell)) for path, cell in cells.items()}
+    return {
+        path: cell.by_rows() if isinstance(cell, QuantizedDense) else to_array(weight_of(cell))
+        for path, cell in cells.items()
+    }
 
 
 def _tables(network: nn.Cell) -> Optional[BaseTables]:

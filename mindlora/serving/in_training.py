@@ -78,7 +78,7 @@ class TrainedEngine:
             network.init_parameters_data()
         served = build_network(model, settings, in_training=True)
         first = next(iter(networks.values()))
-        quantized = _quantize_as(served, first)
+        _quantize_as(served, first)
         share_base(served, first)
         in_training = {name: _cells_by_weight(network) for name, network in networks.items()}
         of_first = next(iter(in_training.values()))
@@ -108,7 +108,7 @@ class TrainedEngine:
         }
         fingerprint = fingerprints_of(trained)
         served_cells = ServedCells(linear, shapes, [fingerprint])
-        self.engine: Engine = engine_of(served, tokenizer, registry, settings, quantized, cells=served_cells)
+        self.engine: Engine = engine_of(served, tokenizer, registry, settings, cells=served_cells)
         self._rows_of_experts = None if on_cpu() else settings.max_rank
         for name in adapters or ():
             self.engine.adapters.memory.load(name)
@@ -134,7 +134,7 @@ class TrainedEngine:
             # It makes sure that there are magnitudes.
             cell.prepare()
             magnitude = to_array(cell.parts()[cell.variant.row_norms])
-            gain = row_gains(to_array(weight_of(cell)), (a, b), scale, magnitude, f"The adapter that trains at {path}")
+            gain = row_gains(cell.by_rows(), (a, b), scale, magnitude, f"The adapter that trains at {path}")
         return Block(rows, scale, gain)
 
 
@@ -171,10 +171,8 @@ def _check_base(packed: PackedAdapter, fingerprint: Callable[[Iterable[str]], Op
         check_base(Adapter({}, fingerprint=packed.fingerprint), packed.source, lambda: current, "error")
 
 
-def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
-    """Gives the served network, which has no values yet, cells in NF4 like the one in training; returns whether
-    there are any.
-    """
+def _quantize_as(served: nn.Cell, network: nn.Cell) -> None:
+    """Gives the served network, which has no values yet, cells in NF4 like the one in training."""
     packed = {name for name, parameter in _parameters(network).items() if parameter.dtype == mstype.uint8}
     replacements: Dict[int, nn.Cell] = {}
     for cell in linear_cells(served).values():
@@ -186,7 +184,6 @@ def _quantize_as(served: nn.Cell, network: nn.Cell) -> bool:
             _check_both_packed(there, packed)
             replacements[id(experts)] = Nf4StackedExperts(experts, path)
     replace_children(served, replacements)
-    return bool(replacements)
 
 
 def _check_both_packed(weights: Sequence[str], packed: Container[str]) -> None:
@@ -267,6 +264,5 @@ def _check_published(network: nn.Cell, adapted: Mapping[str, LoRACell]) -> None:
 
 
 def _is_publishable(cell: LoRACell) -> bool:
-    # DoRA itself refuses a base in few bits.
     of_norms = bool(cell.variant.row_norms) and on_cpu()
     return (cell.variant.is_plain or of_norms) and not cell.invocation_tokens

@@ -8,6 +8,7 @@ import numpy as np
 
 from mindlora.core.errors import AdapterError, NotFiniteError, RankMismatchError, UnexpectedTensorsError
 from mindlora.core.numerics.dtypes import BFLOAT16, dtype_name, from_float32, to_float32
+from mindlora.core.numerics.folding import Rows
 from mindlora.core.numerics.pair_shapes import EXPERTS, Shape
 from mindlora.core.text import listed
 from mindlora.files.adapters import expert_pairs, files, matching
@@ -35,8 +36,7 @@ class ServedLayout:
         fingerprint (callable or None): Takes the paths of the adapted cells and returns the fingerprint of the base's
             weights there (see network.base_fingerprint.fingerprints_of), for adapters that state on which base they
             were trained; None skips this check. It is called in the thread that prepares.
-        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None if there are
-            none in float.
+        weights (mapping or None): Adapter path -> the base's weight [out, in] there, for DoRA; None except on a CPU.
         tables (BaseTables or None): The base's embedding and head, for adapters with their own; None refuses them.
         hidden (int or None): The width of the model, for the heads of classifiers; None takes any.
         experts (int): Number of experts of a stacked weight among the cells; 0 without any.
@@ -50,7 +50,7 @@ class ServedLayout:
     max_rank: int
     dtype: np.dtype = np.dtype("<f4")
     fingerprint: Optional[Callable[[List[str]], Optional[dict]]] = None
-    weights: Optional[Mapping[str, np.ndarray]] = None
+    weights: Optional[Mapping[str, Rows]] = None
     tables: Optional[BaseTables] = None
     hidden: Optional[int] = None
     experts: int = 0
@@ -185,7 +185,7 @@ def _check_servable(adapter: Adapter, layout: ServedLayout, source: str) -> None
     """Raises UnexpectedTensorsError for pairs that no pool can hold, with the way out."""
     variant = adapter.variant
     if variant.row_norms and layout.weights is None:
-        refuse_served(source, f"{variant.tensors} ({variant.field}), which need the base in float, and on a CPU")
+        refuse_served(source, f"{variant.tensors} ({variant.field}), which are served on a CPU alone")
     experts = [path for path in adapter.paths if names.is_expert_weight(path) or expert_pairs.is_single(path)]
     if experts and not layout.experts:
         refuse_served(source, f"pairs of routed experts: {listed(experts)}")
@@ -279,20 +279,20 @@ def _gain(adapter: Adapter, path: str, layout: ServedLayout, source: str) -> Opt
 
 
 def row_gains(
-    weight: np.ndarray, pair: Tuple[np.ndarray, np.ndarray], scale: float, magnitude: np.ndarray, where: str
+    weight: Rows, pair: Tuple[np.ndarray, np.ndarray], scale: float, magnitude: np.ndarray, where: str
 ) -> np.ndarray:
     """Returns DoRA's m / ||W + scale B A|| - 1 of each row, float32 [out_channels].
 
     Args:
-        weight (array): W [out_channels, in_channels].
+        weight (Rows): W [out_channels, in_channels].
         pair (tuple of array): A [r, in_channels] and B [out_channels, r], float32.
-        scale (float): What B A is multiplied by.
+        scale (float): The factor of B A.
         magnitude (array): m [out_channels].
         where (str): The adapter and the cell, for the error.
 
     Raises NotFiniteError if a row of W + scale B A is zero.
     """
-    norms = row_norms(to_float32(weight), *pair, scale)
+    norms = row_norms(weight, *pair, scale)
     if not norms.all():
         raise NotFiniteError(
             f"{where} rescales rows of zeros, which have no direction: DoRA is not defined there. Load the base that "

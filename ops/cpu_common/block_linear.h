@@ -216,3 +216,31 @@ static void BlockLinearGrad(
 {
     Multiply<Format, true, T>(dy, w, nullptr, tokens, in, out, threads, dx);
 }
+
+// The squares of each row's numbers, added up.
+
+template <class Format>
+MINDLORA_INLINE float SquaredNorm(const typename Format::Weight& w, int64_t row)
+{
+    constexpr int64_t kBlocks = kSpan / kPadded;
+    Vec sum = {};
+    for (int64_t start = 0; start < w.blocks; start += kBlocks) {
+        const int64_t blocks = std::min(kBlocks, w.blocks - start);
+        typename Format::Part parts[kBlocks];
+        Format::Read(w, row, start, blocks, parts);
+        for (int64_t b = 0; b < blocks; ++b) {
+            Format::Each(
+                w.codes + (row * w.blocks + start + b) * Format::kBytes, parts[b], [&](int, Vec v) { sum += v * v; });
+        }
+    }
+    return Sum(sum);
+}
+
+template <class Format>
+static void SquaredNorms(const typename Format::Weight& w, int64_t rows, int threads, float* y)
+{
+    // A small layer is finished before a second thread wakes up.
+    threads = rows * w.blocks * kPadded < 1 << 17 ? 1 : threads;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; ++row) y[row] = SquaredNorm<Format>(w, row);
+}

@@ -57,3 +57,8 @@ def integer_linear_grad(
         dx, [tokens, K].
     """
     return np.asarray(dy, np.float64) @ dequantize(codes, zeros, scales, bits)
+
+
+def squared_norms(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """||W||^2 of each row, [N], in float64; the arguments are dequantize's."""
+    return (dequantize(codes, zeros, scales, bits) ** 2).sum(axis=1)

@@ -82,3 +82,8 @@ def nf4_linear_grad(
     """
     dy = np.asarray(dy, np.float64)
     return dy @ dequantize(codes, absmax, scales, offsets, columns), dy.sum(axis=0)
+
+
+def squared_norms(codes: np.ndarray, absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """||W||^2 of each row, [N], in float64; the arguments are dequantize's. What fills up a block is zero."""
+    return (dequantize(codes, absmax, scales, offsets, 64 * absmax.shape[1]) ** 2).sum(axis=1)

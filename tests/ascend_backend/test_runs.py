@@ -225,6 +225,13 @@ TRAINED = {
     "qwen3 in 4 bits, data parallel": Row(
         "configs/qwen3/qlora_qwen3_8b.yaml", ranks=8, keys=DATA_PARALLEL, values=True
     ),
+    "qwen3 dora in 4 bits, data parallel": Row(
+        "configs/qwen3/qlora_qwen3_8b.yaml",
+        ranks=8,
+        keys={**DATA_PARALLEL, f"{PET}.use_dora": True},
+        values=True,
+        saves=False,
+    ),
     "qwen3 with experts, data parallel": Row(
         QWEN3_MOE, ranks=8, keys=parallel(mode=0, expert_parallel=1, use_seq_parallel=False)
     ),
@@ -398,6 +405,7 @@ SHOWN = {
     "qwen3, its embedding": ["embedding"],
     "dora, data parallel": ["dora"],
     "qwen3 dora, data parallel": ["dora"],
+    "qwen3 dora in 4 bits, data parallel": ["dora", "nf4_variants"],
     "miss, data parallel": ["miss"],
     "qwen3 miss, data parallel": ["miss"],
     "vera, data parallel": ["vera"],

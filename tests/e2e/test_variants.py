@@ -57,10 +57,17 @@ VARIANTS = {
     "4 bits": ({**LORA, "quantize_base": "nf4"}, ["nf4"]),
     "loftq": ({**LORA, "quantize_base": "nf4"}, ["loftq"]),
 }
+IN_4_BITS = {name: f"{name} in 4 bits" for name in ("dora", "miss", "vera", "adalora")}
+VARIANTS.update(
+    {
+        key: ({**VARIANTS[name][0], "quantize_base": "nf4"}, [*VARIANTS[name][1], "nf4_variants"])
+        for name, key in IN_4_BITS.items()
+    }
+)
 _LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "mica", "4 bits"]
 # What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits.
 ALWAYS = {
-    "qwen3": ["ranks", "frozen A", "dora", "miss", "vera", "pissa", "olora", "loftq"],
+    "qwen3": ["ranks", "frozen A", "dora", "miss", "vera", "pissa", "olora", "loftq", *IN_4_BITS.values()],
     "qwen3_moe": ["ranks"],
     "deepseek_v3": ["ranks"],
 }
@@ -94,7 +101,7 @@ def trained(mindformers, tmp_path_factory):
 def start(runs, name):
     """Trains a variant; ``against`` is the base in float that the run computed with, where it is another one."""
     pet, base, against = dict(VARIANTS[name][0]), None, None
-    if name == "4 bits":
+    if name.endswith("4 bits"):
         base, against = runs.quantized(name)
     if name == "loftq":
         config, initial = LoraConfig(lora_init="loftq_iter_3", **pet), str(runs.folder / "initial")
@@ -136,6 +143,17 @@ def test_ranks_alphas_embeddings_and_saved_modules_together(model, trained):
 def test_a_resumed_run_is_the_same_run(model, trained):
     runs, run = trained(model, "ranks")
     resumed = runs.start("resumed", VARIANTS["ranks"][0], resume=str(run.steps / f"step_{STEPS // 2}"))
+    tiny_runs.assert_same_state(run.adapter, resumed.adapter)
+    losses = tiny_runs.losses(run.output)
+    assert tiny_runs.losses(resumed.output) == {step: losses[step] for step in range(STEPS // 2 + 1, STEPS + 1)}
+
+
+@shows("resume", "qwen3")
+def test_a_resumed_run_on_a_base_in_4_bits_is_the_same_run(trained):
+    name = IN_4_BITS["dora"]
+    runs, run = trained("qwen3", name)
+    base = runs.folder / f"{name}.nf4.safetensors"
+    resumed = runs.start("resumed", VARIANTS[name][0], base, resume=str(run.steps / f"step_{STEPS // 2}"))
     tiny_runs.assert_same_state(run.adapter, resumed.adapter)
     losses = tiny_runs.losses(run.output)
     assert tiny_runs.losses(resumed.output) == {step: losses[step] for step in range(STEPS // 2 + 1, STEPS + 1)}

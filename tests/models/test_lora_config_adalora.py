@@ -53,10 +53,6 @@ def test_its_fields_have_no_effect_without_it(field):
             {**ADALORA, "rank_pattern": {"wq": 2}},
             "use_adalora is True and rank_pattern is {'wq': 2}, which AdaLoRA does not have.",
         ),
-        (
-            {**ADALORA, "quantize_base": "nf4"},
-            "quantize_base is 'nf4' and use_adalora is True: it needs the weight in float.",
-        ),
         ({**ADALORA, "lora_init": "pissa"}, "use_adalora is True and lora_init is 'pissa', which AdaLoRA does not"),
         ({**ADALORA, "lora_a_init": "normal"}, "use_adalora is True and lora_a_init is 'normal', which AdaLoRA does"),
         (

@@ -209,10 +209,6 @@ def test_a_field_for_single_cells_that_is_wrong_is_refused(fields, message):
             "use_vera is True and lora_a_init is 'normal', which VeRA does not",
         ),
         (
-            {"use_vera": True, "quantize_base": "nf4"},
-            "quantize_base is 'nf4' and use_vera is True: it needs the weight in float.",
-        ),
-        (
             {"use_vera": True, "lora_alpha": 32},
             "use_vera is True and lora_alpha is 32: VeRA's trained vectors are its scale. Leave lora_alpha out.",
         ),
@@ -243,10 +239,6 @@ def test_vera_refuses_by_name(fields, message):
         (
             {"quantize_base": "nf4", "quantize_exclude": []},
             "quantize_exclude is []: it must be a non-empty list of names",
-        ),
-        (
-            {"quantize_base": "nf4", "use_dora": True},
-            "quantize_base is 'nf4' and use_dora is True: it needs the weight in float.",
         ),
         (
             {"quantize_base": "nf4", "lora_init": "pissa"},

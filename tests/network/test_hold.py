@@ -163,7 +163,7 @@ def test_adapters_are_put_on_a_base_that_is_held(make):
     [
         ({"quantize_exclude": "w2"}, "the checkpoint says which weights are quantized"),
         ({"lora_init": "loftq"}, "makes up for the error of quantizing the base to NF4"),
-        ({"use_dora": True}, "quantize_base is 'as_stored' and use_dora is True"),
+        ({"lora_init": "olora"}, "quantize_base is 'as_stored' and lora_init is 'olora'"),
     ],
 )
 def test_what_does_not_go_with_a_held_base(fields, message):

@@ -46,6 +46,17 @@ def test_several_iterations_of_loftq(name, turns):
     assert base_fingerprint(model)["quantization"] == "loftq"
 
 
+def test_doras_magnitudes_begin_as_the_norms_of_what_loftq_makes():
+    model, lora = plain(), plain()
+    apply_lora(model, dataclasses.replace(LOFTQ, use_dora=True))
+    apply_lora(lora, LOFTQ)
+    for (path, cell), (_, other) in zip(lora_cells(model.set_train()), lora_cells(lora)):
+        (a, b), parts = map(as_array, other.lora_parameters()), {k: as_array(p) for k, p in cell.parts().items()}
+        np.testing.assert_array_equal(parts["A"], a, err_msg=path)
+        whole = as_array(cell.by_rows()[:]) + cell.scale * b @ a
+        np.testing.assert_allclose(parts["magnitude"], np.linalg.norm(whole, axis=1), rtol=1e-5, err_msg=path)
+
+
 def test_an_adapter_from_loftq_is_for_its_own_base_alone(tmp_path):
     source = plain()
     apply_lora(source, LOFTQ)

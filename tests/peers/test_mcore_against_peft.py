@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from mindlora import LoraConfig, apply_lora, eva_adapter, load_lora, save_lora
+from mindlora import LoraConfig, apply_lora, eva_adapter, load_lora, merge_and_unload, save_lora
+from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.files.adapters import files
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
@@ -56,16 +57,29 @@ def bases(mindformers, tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-@shows("embedding", "qwen3")
-def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
-    tied, targets = ADAPTERS[name]
+def with_adapter(tied, **fields):
+    """Returns a Qwen3 with an adapter of random values."""
     network = qwen3(tied)
-    apply_lora(network, LoraConfig(**targets))
+    apply_lora(network, LoraConfig(**fields))
     # Small values: logits of some 10, of which float32 has five digits after the point. DoRA's magnitudes are positive.
     for number, parameter in enumerate(p for _, cell in lora_cells(network) for p in cell.lora_parameters()):
         values = 0.2 * normal(*parameter.shape, seed=number)
         parameter.set_data(Tensor(values + 1.5 if "magnitude" in parameter.name else values))
+    return network
+
+
+def assert_same_parts(network, other):
+    loaded = dict(lora_cells(other))
+    for path, cell in lora_cells(network):
+        for part, parameter in cell.parts().items():
+            assert np.array_equal(parameter.asnumpy(), loaded[path].parts()[part].asnumpy()), (path, part)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@shows("embedding", "qwen3")
+def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
+    tied, targets = ADAPTERS[name]
+    network = with_adapter(tied, **targets)
     ours = network(Tensor(IDS)).asnumpy()
     save_lora(network, tmp_path / "adapter")
     merge_checkpoint(str(bases[tied]), str(tmp_path / "adapter"), str(tmp_path / "merged"))
@@ -80,10 +94,46 @@ def test_peft_gives_the_same_logits(name, bases, peer, tmp_path):
     np.testing.assert_allclose(merged, theirs, rtol=0, atol=TOLERANCE)
     other = qwen3(tied)
     load_lora(other, tmp_path / "adapter")
-    loaded = dict(lora_cells(other))
-    for path, cell in lora_cells(network):
-        for part, parameter in cell.parts().items():
-            assert np.array_equal(parameter.asnumpy(), loaded[path].parts()[part].asnumpy()), (path, part)
+    assert_same_parts(network, other)
+
+
+IN_4_BITS = {name: ADAPTERS[name][1] for name in ("dora", "miss", "vera")}
+# Saved as the plain LoRA that it is.
+IN_4_BITS["adalora"] = {"use_adalora": True, "init_r": 4, "target_r": 2, "target_modules": "all-linear"}
+
+
+@pytest.fixture(scope="module")
+def decoded(mindformers, tmp_path_factory):
+    """The folder of transformers of the model whose linear cells have the weights that NF4 makes of them."""
+    network = qwen3(False)
+    for parameter in network.get_parameters():
+        if ".linear_" in parameter.name and parameter.ndim == 2:
+            parameter.set_data(Tensor(dequantize(quantize(parameter.asnumpy()))))
+    return save_for_transformers(network, tmp_path_factory.mktemp("decoded") / "qwen3", tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("name", IN_4_BITS)
+@shows("nf4_variants", "qwen3")
+def test_on_a_base_in_4_bits_the_logits_are_pefts_on_what_it_decodes_to(name, bases, decoded, peer, tmp_path):
+    fields = {**IN_4_BITS[name], "quantize_base": "nf4"}
+    network = with_adapter(False, **fields)
+    assert {cell.quantization for _, cell in lora_cells(network)} == {"nf4"}
+    ours = network(Tensor(IDS)).asnumpy()
+    save_lora(network, tmp_path / "adapter")
+    judged = []
+    for model, adapter in ((decoded, tmp_path / "adapter"), (decoded, None), (bases[False], tmp_path / "adapter")):
+        path = tmp_path / f"{len(judged)}.npy"
+        peer.logits(model=model, ids=IDS.tolist(), path=path, adapter=adapter)
+        judged.append(np.load(path).reshape(-1, TINY["vocab_size"]))
+    np.testing.assert_allclose(ours, judged[0], rtol=0, atol=TOLERANCE)
+    assert all(np.abs(judged[0] - other).max() > 0.1 for other in judged[1:])
+    if name != "adalora":
+        other = qwen3(False)
+        apply_lora(other, LoraConfig(**fields))
+        load_lora(other, tmp_path / "adapter", on_base_mismatch="error")
+        assert_same_parts(network, other)
+    merge_and_unload(network)
+    np.testing.assert_allclose(network(Tensor(IDS)).asnumpy(), ours, rtol=0, atol=TOLERANCE)
 
 
 def test_eva_finds_what_peft_finds_on_the_same_rows(bases, peer, tmp_path):

@@ -27,6 +27,7 @@ FORMS = {
     },
     "DoRA": {"use_dora": True},
     "DoRA on a base in 16 bits": {"use_dora": True, "params_dtype": "bfloat16"},
+    "DoRA on a base in NF4": {"use_dora": True, "quantize_base": "nf4"},
     "routed experts": {"model_type": "qwen3_moe"},
     "routed experts in 16 bits": {"model_type": "qwen3_moe", "norm_topk_prob": True, "params_dtype": "bfloat16"},
     "routed experts in NF4": {"model_type": "qwen3_moe", "norm_topk_prob": True, "quantize_base": "nf4"},

@@ -248,8 +248,8 @@ def test_dora_on_a_row_of_zeros_is_refused(tmp_path):
     refused(NotFiniteError, part(message), prepare, source, dataclasses.replace(layout(), weights=weights))
 
 
-def test_dora_is_refused_where_there_are_no_weights_in_float(tmp_path):
-    found = "DoRA magnitudes (use_dora), which need the base in float, and on a CPU"
+def test_dora_is_refused_where_the_weights_are_not_on_a_cpu(tmp_path):
+    found = "DoRA magnitudes (use_dora), which are served on a CPU alone"
     refused_with_a_way_out(written(tmp_path, dora_of(("wq",))), found)
 
 

@@ -186,14 +186,24 @@ def test_products_in_bfloat16_of_routed_experts_are_refused(mindformers, library
         answers("qwen3-moe", packed, {}, True, settings)
 
 
-def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_trained_on(mindformers, library, tmp_path):
-    keys = {**COMMON, **ROUTED, "num_hidden_layers": 1, "max_position_embeddings": 96}
+TRAINED = {
+    "qwen3-moe": (mcore_networks.tiny_qwen3_moe, ROUTED, {"target_parameters": ["mlp.experts"]}),
+    "qwen3": (mcore_networks.tiny_qwen3, {}, {"use_dora": True}),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_trained_on(
+    mindformers, library, tmp_path, kind
+):
+    make, sizes, fields = TRAINED[kind]
+    keys = {**COMMON, **sizes, "num_hidden_layers": 1, "max_position_embeddings": 96}
     plain, packed = str(tmp_path / "plain.safetensors"), str(tmp_path / "nf4.safetensors")
     tokens = list(PROMPTS[1][: mcore_networks.TINY["seq_length"]])
     with in_mode(0), mcore_networks.in_training():
-        network = mcore_networks.tiny_qwen3_moe(**keys).set_train(False)
+        network = make(**keys).set_train(False)
         write_arrays(plain, mcore_networks.arrays(network), {"format": "ms"})
-        config = {"target_modules": "all-linear", "target_parameters": ["mlp.experts"], "lora_rank": 2, "lora_alpha": 1}
+        config = {"target_modules": "all-linear", "lora_rank": 2, "lora_alpha": 1, **fields}
         apply_lora(network, LoraConfig(**config, quantize_base="nf4"))
         randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()])
         logits = network(Tensor([tokens], ms.int32)).asnumpy().reshape(len(tokens), -1)
@@ -201,7 +211,7 @@ def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_train
     quantize_checkpoint(plain, packed)
     with in_mode(0):
         registry = AdapterRegistry(None, {"adapter": str(tmp_path / "adapter")})
-        model = node("qwen3-moe", num_hidden_layers=1)
+        model = node(kind, num_hidden_layers=1)
         engine = make_engine(model, packed, tiny_serving.tokenizer(), registry, SETTINGS, True)
         engine.start()
         sampling = Sampling(max_tokens=0, prompt_logprobs=1)

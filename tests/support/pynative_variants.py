@@ -24,7 +24,12 @@ VARIANTS = {
     "dora": {"use_dora": True},
     "miss": {"use_miss": True, "lora_alpha": RANK},
     "vera": {"use_vera": True, "lora_alpha": RANK},
+    "adalora": {"use_adalora": True, "init_r": RANK, "target_r": 2},
     "qlora": {"quantize_base": "nf4"},
+    "dora in 4 bits": {"use_dora": True, "quantize_base": "nf4"},
+    "miss in 4 bits": {"use_miss": True, "lora_alpha": RANK, "quantize_base": "nf4"},
+    "vera in 4 bits": {"use_vera": True, "lora_alpha": RANK, "quantize_base": "nf4"},
+    "adalora in 4 bits": {"use_adalora": True, "init_r": RANK, "target_r": 2, "quantize_base": "nf4"},
 }
 
 

@@ -29,6 +29,7 @@ FEATURES = {
     "embedding": "adapters on the embedding and a tied head",
     "saved_modules": "modules_to_save",
     "nf4": "a base in 4 bits (QLoRA)",
+    "nf4_variants": "DoRA, MiSS, VeRA, AdaLoRA on a base in 4 bits",
     "as_stored": "a base in the integers of its file",
     "several": "several adapters in one run",
     "packed": "packed rows",

@@ -7,7 +7,7 @@ the parameter. Float32 sums would hide that, so it works in float64, with rows t
 """
 
 import functools
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, Optional, Protocol, Tuple
 
 import numpy as np
 
@@ -53,6 +53,14 @@ def fold_and_probe(
         added = (np.abs(b) @ np.abs(a).sum(axis=1)).astype(np.float64)
     unit, smallest = _rounding(dtype)
     return rows, difference, (unit + _SUM_SLACK) * size + 2 * _SUM_SLACK * added + smallest * weight.shape[1]
+
+
+class Rows(Protocol):
+    """A weight [rows, in] of which rows are read as ``[begin:end]``: an array, or one that is decoded as it is read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> np.ndarray: ...
 
 
 def fold_weight(

@@ -116,22 +116,22 @@ def quantize(weight: np.ndarray, name: str = "weight") -> Nf4Array:
     return Nf4Array(codes, absmax, scales, offsets, (rows, columns))
 
 
-def dequantize(array: Nf4Array) -> np.ndarray:
+def dequantize(array: Nf4Array, rows: slice = slice(None)) -> np.ndarray:
     r"""W = absmax' * TABLE[codes].
 
     Args:
         array (Nf4Array): The quantized weight.
+        rows (slice): Which rows of W. Default: all.
 
     Returns:
-        ndarray, float32 [N, K].
+        ndarray, float32 [N, K], or those rows of it.
     """
-    rows, columns = array.shape
-    back = dequantize_absmax(array.absmax, array.scales, array.offsets)
-    weight = np.empty((rows, back.shape[1], 2, BLOCK // 2), np.float32)
-    codes = array.codes.reshape(rows, -1, BLOCK // 2)
+    back = dequantize_absmax(array.absmax, array.scales, array.offsets, rows)
+    weight = np.empty((*back.shape, 2, BLOCK // 2), np.float32)
+    codes = array.codes[rows].reshape(*back.shape, BLOCK // 2)
     for half, pairs in enumerate(BYTE_VALUES):
         np.multiply(pairs[codes], back[:, :, None], out=weight[:, :, half])
-    return np.ascontiguousarray(weight.reshape(rows, -1)[:, :columns])
+    return np.ascontiguousarray(weight.reshape(len(back), -1)[:, : array.shape[1]])
 
 
 def repacked(weight: np.ndarray) -> Optional[Nf4Array]:
@@ -183,10 +183,15 @@ def split_name(name: str) -> Tuple[str, str]:
     return name[: len(name) - len(end)], end
 
 
-def dequantize_absmax(absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """absmax' [N, blocks] = offset + scale * code, with the scale and offset, [groups], of the block's group."""
-    group = (np.arange(absmax.size) // group_size(absmax.size, len(scales))).reshape(absmax.shape)
-    return offsets[group] + scales[group] * absmax
+def dequantize_absmax(
+    absmax: np.ndarray, scales: np.ndarray, offsets: np.ndarray, rows: slice = slice(None)
+) -> np.ndarray:
+    """absmax' [N, blocks] = offset + scale * code, or rows of it, with the scale and offset of the block's group."""
+    begin, end, _ = rows.indices(len(absmax))
+    blocks = absmax.shape[1]
+    group = np.arange(begin * blocks, end * blocks) // group_size(absmax.size, len(scales))
+    group = group.reshape(-1, blocks)
+    return offsets[group] + scales[group] * absmax[rows]
 
 
 def group_size(blocks: int, groups: int) -> int:

@@ -64,6 +64,11 @@ class LoftqInitializer:
                 f"lora_init is {config.lora_init!r}, which quantize_checkpoint does not support. "
                 "Set lora_init to 'loftq' or 'loftq_iter_N'."
             )
+        if not config.variant.is_plain:
+            raise ConfigError(
+                f"{config.variant.field} is True, and quantize_checkpoint makes the adapters of plain LoRA alone. "
+                f"Leave it out, or quantize a network with apply_lora, which takes it with {config.lora_init!r}."
+            )
         self._weights = weights
         self._config = config
         self._selected = select_targets(
@@ -232,7 +237,8 @@ def quantize_checkpoint(
     Raises:
         CheckpointError: The source cannot be read, holds an unknown name or is quantized already, or
             ``output`` or ``adapter`` cannot be written.
-        ConfigError: One of ``adapter`` and ``config`` is missing, or lora_rank is larger than a side of a weight.
+        ConfigError: One of ``adapter`` and ``config`` is missing, ``config`` asks for a variant of LoRA, or lora_rank
+            is larger than a side of a weight.
         TargetError: ``exclude`` matches nothing, or leaves nothing to quantize.
         QuantizationError: A weight holds NaN or infinity.
         TruncatedAdapterError, AdapterFormatError: A file of the source is damaged.

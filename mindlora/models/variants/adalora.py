@@ -7,7 +7,7 @@ import numpy as np
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics import rank_schedule
 from mindlora.core.numerics.pair_shapes import Pair
-from mindlora.models.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
+from mindlora.models.variants.variant import NOT_LINEAR, SHARDED, Part, Settings, Variant
 
 
 class AdaLoRA(Variant):
@@ -17,7 +17,6 @@ class AdaLoRA(Variant):
     field = "use_adalora"
     unsupported_on = {
         **dict.fromkeys(NOT_LINEAR, "it allocates the ranks of linear cells"),
-        QUANTIZED: "it needs the weight in float",
         SHARDED: "the budget compares the importance of all triplets",
     }
     excludes = (*("use_rslora", "freeze_lora_a", "rank_pattern"), *("lora_init", "lora_a_init", "lora_b_init"))

@@ -1,6 +1,6 @@
 """DoRA: the norm of each row of the weight trains apart from its direction (Liu et al., 2024)."""
 
-from mindlora.models.variants.variant import CONVOLUTIONS, EMBEDDINGS, EXPERTS, QUANTIZED, SHARDED, Part, Variant
+from mindlora.models.variants.variant import CONVOLUTIONS, EMBEDDINGS, EXPERTS, SHARDED, Part, Variant
 
 
 class DoRA(Variant):
@@ -13,7 +13,6 @@ class DoRA(Variant):
         EMBEDDINGS: "its norms are those of the rows of a linear cell",
         CONVOLUTIONS: "its norms are those of the rows of a linear cell",
         EXPERTS: "it needs the norms of single experts' rows",
-        QUANTIZED: "it needs the weight in float",
         SHARDED: "the norm of a row of W + scale B A needs all of the row",
     }
     parts = (Part("magnitude", "mindpet_delta_lora_magnitude", ".lora_magnitude_vector", size="out"),)

@@ -6,7 +6,7 @@ import numpy as np
 
 from mindlora.core.numerics.dtypes import from_float32
 from mindlora.core.numerics.pair_shapes import Pair
-from mindlora.models.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Variant
+from mindlora.models.variants.variant import NOT_LINEAR, SHARDED, Part, Variant
 
 
 class MiSS(Variant):
@@ -16,7 +16,6 @@ class MiSS(Variant):
     field = "use_miss"
     unsupported_on = {
         **dict.fromkeys(NOT_LINEAR, "its shards are those of the inputs of a linear cell"),
-        QUANTIZED: "it needs the weight in float",
         SHARDED: "each device would sum shards of its own inputs",
     }
     excludes = (

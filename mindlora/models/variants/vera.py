@@ -7,7 +7,7 @@ import numpy as np
 
 from mindlora.core.fields import Range, check_number
 from mindlora.core.numerics.pair_shapes import Pair
-from mindlora.models.variants.variant import NOT_LINEAR, QUANTIZED, SHARDED, Part, Settings, Variant
+from mindlora.models.variants.variant import NOT_LINEAR, SHARDED, Part, Settings, Variant
 
 _D_INITIAL = Range(
     "a number other than 0: from 0, no gradient reaches VeRA's vectors", lambda value: 0 < abs(value) < math.inf
@@ -22,7 +22,6 @@ class VeRA(Variant):
     field = "use_vera"
     unsupported_on = {
         **dict.fromkeys(NOT_LINEAR, "its shared matrices have the columns and rows of linear cells"),
-        QUANTIZED: "it needs the weight in float",
         SHARDED: "all cells share A and B, which are cut for none of them",
     }
     excludes = (

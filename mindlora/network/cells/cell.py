@@ -60,6 +60,7 @@ class LoRACell(ReplacingCell, AdapterParts):
 
     Attributes:
         weight (Parameter): The base's weight.
+        config (LoraConfig): What the cell was made with.
         lora_rank, lora_alpha, use_rslora, scale, dropout_rate: As in LoraConfig.
         layout (PairLayout): The layout of its A and B.
         invocation_tokens (tuple of int): The tokens from which on it acts (alora_invocation_tokens); empty for all
@@ -93,6 +94,7 @@ class LoRACell(ReplacingCell, AdapterParts):
 
     def _replace(self, cell, config, shared=None):
         self._adopted = (cell,)
+        self.config = config
         self.lora_rank = config.lora_rank
         self.lora_alpha = config.lora_alpha
         self.use_rslora = config.use_rslora

@@ -4,6 +4,7 @@ from typing import Any, Optional, Tuple, Type
 
 from mindspore import Tensor, nn, ops
 
+from mindlora.core.numerics.folding import Rows
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import LoRACell, refuse_unsupported
 from mindlora.network.cells.linear_base import HeldWeight, LinearBase, adopt_linear, adopt_weight, channels_of
@@ -156,6 +157,16 @@ class LoRADense(HeldWeight, LoRACell):
         if self.packed:
             return self.packed_weight()
         return (self.base.operand(self.weight),)
+
+    def _stored(self):
+        """W as it is stored: its parameter, or those of a quantized W."""
+        if self.packed:
+            return self.packed_weight()
+        return (self.weight,)
+
+    def by_rows(self) -> Rows:
+        """Returns W [out_channels, in_channels] in NumPy, of which rows are read as ``[begin:end]``."""
+        return self.base.by_rows(self._stored())
 
     def extend_repr(self) -> str:
         quantization = f", quantization={self.quantization}" if self.quantization else ""

@@ -14,11 +14,13 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.folding import Rows
 from mindlora.core.yaml_file import SHARDING_MODES
 from mindlora.models.description import expert_refusal
 from mindlora.models.variants.variant import CUT, SHARDED
 from mindlora.network.cells.cell import LoRACell, refuse_own_forward
 from mindlora.network.cells.low_rank import LowRankPicks, pick_low_rank
+from mindlora.network.tensors import to_array
 from mindlora.ops.frozen_linear import FrozenLinear
 
 _PYNATIVE_LINEAR = "mindformers.pynative.layers.linear"
@@ -49,13 +51,18 @@ class LinearBase(nn.Cell):
         self.holds = False
         self.cast = ops.Cast()
         self.reshape = ops.Reshape()
+        self.transpose = ops.Transpose()
+        self.times_transposed = ops.MatMul(transpose_b=True)
+        self.mul = ops.Mul()
+        self.row_sum = ops.ReduceSum()
+        self.stop_gradient = ops.StopGradient()
 
     def hold(self, rounds: bool) -> None:
         """Makes the product take a frozen 16-bit W directly; ``rounds`` is as in FrozenLinear, which computes it.
 
         The product's input and output are float32. For a CPU.
         """
-        self.matmul, self.holds = FrozenLinear(rounds), True
+        self.matmul, self.exact, self.holds = FrozenLinear(rounds), FrozenLinear(), True
 
     @classmethod
     def of(cls, cell: nn.Cell, compute_dtype: Optional[str] = None) -> "LinearBase":
@@ -137,6 +144,28 @@ class LinearBase(nn.Cell):
             return self.matmul(x, codes, zeros, scales)
         codes, absmax, scales, offsets = weight
         return self.matmul(x, codes, absmax, scales, offsets)
+
+    def times_rows(self, weight: Tuple[Tensor, ...], a: Tensor) -> Tensor:
+        """W A^T, [out, r], for a matrix A [r, in] of the products' dtype; without a gradient for W.
+
+        ``weight`` is as in ``product``. Where W is held in 16 bits, nothing is rounded to them.
+        """
+        if self.holds:
+            return self.transpose(self.exact(a, weight[0]), (1, 0))
+        return self.times_transposed(self.stop_gradient(weight[0]), a)
+
+    def squared_norms(self, stored: Tuple[Tensor, ...], after: Tensor) -> Tensor:
+        """||W||^2 of each row, float32 [out], without a gradient.
+
+        ``stored`` is W as it is stored, whose squares the dtype of the products might not hold. A W in few bits is
+        decoded only once ``after``, of any shape, is computed.
+        """
+        weight = self.stop_gradient(self.cast(stored[0], mstype.float32))
+        return self.row_sum(self.mul(weight, weight), 1)
+
+    def by_rows(self, stored: Tuple[Parameter, ...]) -> Rows:
+        """W in NumPy, of which rows are read as ``[begin:end]``."""
+        return to_array(stored[0])
 
     def with_bias(self, y: Tensor, bias: Optional[Parameter]) -> Tensor:
         """y + bias, or y if the cell adds none."""

@@ -226,7 +226,7 @@ NF4ParallelLinear = on_parallel_linear(NF4Dense)
 IntegerParallelLinear = on_parallel_linear(IntegerDense)
 
 
-class _QuantizedParallelBase(QuantizedBase):
+class QuantizedParallelBase(QuantizedBase):
     """The base of sharded and undivided quantized cells of mcore models."""
 
     @staticmethod
@@ -234,4 +234,4 @@ class _QuantizedParallelBase(QuantizedBase):
         return NF4ParallelLinear, IntegerParallelLinear
 
 
-QLoRAParallelLinear = on_parallel_linear(QLoRADense, _QuantizedParallelBase)
+QLoRAParallelLinear = on_parallel_linear(QLoRADense, QuantizedParallelBase)

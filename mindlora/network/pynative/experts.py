@@ -103,7 +103,6 @@ class LoRAPyNativeExpertWeight(LoRAExpertWeight):
         refuse_unsupported(config, cls.layout.cells)
 
     def _adopt(self, cell, config):
-        self.config = config
         self.leaf = cell.leaf
         self.experts = cell.experts
         self.in_channels, self.out_channels = cell.in_channels, cell.out_channels

@@ -16,7 +16,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common import dtype as mstype
 
-from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics import initializers
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.core.numerics.initializers import InitialPair
@@ -131,19 +130,9 @@ class _OnPyNativeLinear(LoRADense):
         cls.check(cell, config)
         return super(_OnPyNativeLinear, on_linear(cls, *pynative_linear_types())).from_cell(cell, config, shared)
 
-    @classmethod
-    def check(cls, cell: nn.Cell, config: Optional[LoraConfig]) -> None:
-        cls.base_kind.check(cell)
-        if config and config.variant is not cls.variant:
-            raise UnsupportedCellError(
-                f"{config.variant.field} is True, but a cell in 4 bits of MindFormers' PyNative models takes plain "
-                "LoRA alone. Remove it, or quantize_base."
-            )
-
     def _adopt(self, cell, config):
         super()._adopt(cell, config)
         adopt_settings(self, cell)
-        self.config = config
 
     def _add_adapter(self, config, shared):
         if self.weight.is_meta:

@@ -4,7 +4,7 @@ MindFormers builds a model without values and loads its base later: the cells ar
 are NaN until the tensors of a quantized one are loaded.
 """
 
-from typing import Optional, Tuple
+from typing import Optional, Tuple, Type
 
 import mindspore as ms
 import numpy as np
@@ -74,7 +74,23 @@ class Nf4PyNativeBase(QuantizedBase):
         return (NF4PyNativeLinear,)
 
 
-class QLoRAPyNativeLinear(WholePyNativeLinear, QLoRADense):
+class OnNf4:
+    """What the adapters on NF4PyNativeLinear have in common; it comes before the class of the adapter."""
+
+    base_kind = Nf4PyNativeBase
+
+    def reset_linear(self) -> None:
+        """Makes W NaN until it is loaded, and sets the bias to its initial value."""
+        reset_packed(self)
+
+
+def on_nf4(kind: Type[nn.Cell]) -> Type[nn.Cell]:
+    """Returns the class that is for NF4PyNativeLinear what ``kind`` is for MindFormers' Linear in float."""
+    members = {"__doc__": f"{kind.__name__} on NF4PyNativeLinear.", "__module__": __name__}
+    return type(f"Q{kind.__name__}", (OnNf4, kind), members)
+
+
+class QLoRAPyNativeLinear(OnNf4, WholePyNativeLinear, QLoRADense):
     """QLoRADense for MindFormers' Linear.
 
     Weights:
@@ -85,12 +101,7 @@ class QLoRAPyNativeLinear(WholePyNativeLinear, QLoRADense):
     Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
-    base_kind = Nf4PyNativeBase
     parameter_names = names_of("A", "B")
-
-    def reset_linear(self) -> None:
-        """Makes W NaN until it is loaded, and sets the bias to its initial value."""
-        reset_packed(self)
 
 
 class NF4PyNativeExpertWeight(PyNativeExpertWeight):

@@ -1,5 +1,7 @@
 """IntegerDense: a frozen linear cell whose weight is in integers of 4 or 8 bits, as published."""
 
+from typing import Sequence
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, nn
@@ -59,8 +61,10 @@ class IntegerDense(QuantizedDense):
         self._take(cell, matmul, parameters)
         return self
 
-    def decoded(self) -> np.ndarray:
-        return dequantize(integer_array(self))
+    @staticmethod
+    def decode(tensors: Sequence[np.ndarray], columns: int, rows: slice) -> np.ndarray:
+        codes, zeros, scales = (tensor[rows] for tensor in tensors)
+        return dequantize(IntegerArray(codes, zeros, scales, bits=8 * codes.shape[1] // columns))
 
 
 def integer_array(cell: nn.Cell) -> IntegerArray:

@@ -1,7 +1,7 @@
 """NF4Dense: a frozen linear cell whose weight is 4-bit NormalFloat."""
 
 import math
-from typing import Dict, Optional, Set, Tuple
+from typing import Dict, Optional, Sequence, Set, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -10,11 +10,8 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant, initializer
 
 from mindlora.core.numerics.integers import TENSOR_NAMES as INTEGER_NAMES
-from mindlora.core.numerics.integers import IntegerArray
-from mindlora.core.numerics.integers import dequantize as dequantize_integers
-from mindlora.core.numerics.nf4 import GROUP, TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
+from mindlora.core.numerics.nf4 import TENSOR_NAMES, Nf4Array, dequantize, layout, quantize, tensor_name
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.quantized.integers import integer_array
 from mindlora.network.quantized.quantized_dense import QuantizedBase, QuantizedDense
 from mindlora.ops.nf4_linear import Nf4Linear
 
@@ -65,8 +62,9 @@ class NF4Dense(QuantizedDense):
     def _adopt(self, cell, prefix, array):
         self._take(cell, Nf4Linear(), packed_parameters(cell.weight, f"{prefix}weight", prefix[:-1], array))
 
-    def decoded(self) -> np.ndarray:
-        return dequantize(nf4_array(self))
+    @staticmethod
+    def decode(tensors: Sequence[np.ndarray], columns: int, rows: slice) -> np.ndarray:
+        return dequantize(Nf4Array(*tensors, shape=(len(tensors[0]), columns)), rows)
 
 
 def packed_parameters(
@@ -119,17 +117,9 @@ def nf4_array(cell: nn.Cell) -> Nf4Array:
 
 def first_rows(cell: nn.Cell, rows: int) -> np.ndarray:
     """Returns the first ``rows`` rows of a quantized cell's W in float32, or all rows if it has fewer."""
-    if hasattr(cell, "weight_zeros"):
-        integers = integer_array(cell)
-        parts = (getattr(integers, field)[:rows] for field in INTEGER_NAMES)
-        return dequantize_integers(IntegerArray(*parts, bits=integers.bits))
-    array = nf4_array(cell)
-    rows = min(rows, array.shape[0])
-    groups = -(-rows * array.absmax.shape[1] // GROUP)
-    first = Nf4Array(
-        array.codes[:rows], array.absmax[:rows], array.scales[:groups], array.offsets[:groups], (rows, array.shape[1])
-    )
-    return dequantize(first)
+    if hasattr(cell, "experts"):
+        return dequantize(nf4_array(cell), slice(rows))
+    return cell.by_rows()[:rows]
 
 
 def as_float32(parameter: Parameter) -> np.ndarray:

@@ -1,23 +1,25 @@
 """QuantizedDense: a frozen linear cell with a quantized weight of any form."""
 
-from typing import Any, Dict, Tuple, Type
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import UnsupportedCellError
+from mindlora.core.numerics.folding import Rows
 from mindlora.models.description import NOT_QUANTIZED_SHARDED
 from mindlora.models.variants.variant import QUANTIZED
 from mindlora.network.cells.cell import carry_settings
 from mindlora.network.cells.linear_base import HeldWeight, LinearBase, adopt_linear, is_sharded
 from mindlora.network.cells.low_rank import LowRankPicks
+from mindlora.network.tensors import to_array
 
 
 class QuantizedDense(HeldWeight, nn.Cell):
     """Base of the cells y = activation(x W^T + bias) with a frozen, quantized W; a subclass defines its form.
 
-    The subclass has the classmethod from_dense, which builds it, and ``decoded``.
+    The subclass has the classmethod from_dense, which builds it, and ``decode``.
 
     Attributes:
         quantization (str): The form.
@@ -56,9 +58,14 @@ class QuantizedDense(HeldWeight, nn.Cell):
         self._emptied = (cell,)
         del cell.weight
 
-    def decoded(self) -> np.ndarray:
-        """Returns W, float32 [out_channels, in_channels]."""
+    @staticmethod
+    def decode(tensors: Sequence[np.ndarray], columns: int, rows: slice) -> np.ndarray:
+        """Returns rows of W, float32 [rows, columns], from the tensors of packed_weight."""
         raise NotImplementedError
+
+    def by_rows(self) -> "DecodedRows":
+        """Returns W by rows, each of them decoded when it is read."""
+        return DecodedRows(self.decode, self.packed_weight(), self.in_channels)
 
     def construct(self, x: Tensor) -> Tensor:
         y = self.base.linear(self.base.tokens(x), self.packed_weight(), self.bias)
@@ -74,7 +81,7 @@ class QuantizedDense(HeldWeight, nn.Cell):
     def plain_cell(self) -> nn.Cell:
         """Returns the replaced cell, with the dequantized weight."""
         cell = self.emptied_cell
-        weight = Tensor(self.decoded(), self.weight_dtype)
+        weight = Tensor(self.by_rows()[:], self.weight_dtype)
         cell.weight = Parameter(weight, name=self.weight.name, requires_grad=False)
         carry_settings(self, cell)
         return cell
@@ -90,8 +97,46 @@ class QuantizedDense(HeldWeight, nn.Cell):
         )
 
 
+class DecodedRows:
+    """W of a QuantizedDense in NumPy; ``[begin:end]`` decodes rows of it, float32 [rows, in_channels].
+
+    Args:
+        decode (callable): That of the form.
+        tensors (tuple of Parameter): As packed_weight returns them.
+        columns (int): in_channels.
+    """
+
+    def __init__(self, decode: Callable[..., np.ndarray], tensors: Sequence[Tensor], columns: int):
+        self.decode, self.columns = decode, columns
+        self.arrays = [to_array(tensor) for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.decode(self.arrays, self.columns, rows)
+
+
 class QuantizedBase(LinearBase):
-    """The base of QuantizedDense."""
+    """The base of QuantizedDense, whose product and form know how W is decoded."""
+
+    def __init__(self, cell: nn.Cell, compute_dtype: Optional[str] = None, matmul: Optional[nn.Cell] = None):
+        super().__init__(cell, compute_dtype, matmul)
+        self.decode = cell.decode
+
+    def times_rows(self, weight: Tuple[Tensor, ...], a: Tensor) -> Tensor:
+        return self.stop_gradient(self.transpose(self.product(a, weight), (1, 0)))
+
+    def squared_norms(self, stored: Tuple[Tensor, ...], after: Tensor) -> Tensor:
+        # Not *stored: see product.
+        if len(stored) == 3:
+            codes, zeros, scales = stored
+            return self.stop_gradient(self.matmul.squared_norms(after, codes, zeros, scales))
+        codes, absmax, scales, offsets = stored
+        return self.stop_gradient(self.matmul.squared_norms(after, codes, absmax, scales, offsets))
+
+    def by_rows(self, stored: Tuple[Parameter, ...]) -> Rows:
+        return DecodedRows(self.decode, stored, self.in_channels)
 
     @staticmethod
     def types() -> Tuple[type, ...]:
@@ -112,3 +157,12 @@ class QuantizedBase(LinearBase):
     def pick_low_rank(self, rank: int, dropout_rate: float) -> LowRankPicks:
         # The operator for a decode step needs W in float.
         return super().pick_low_rank(rank, dropout_rate)._replace(decode=None)
+
+
+def on_quantized(kind: Type[nn.Cell]) -> Type[nn.Cell]:
+    """Returns the class that is for cells with a weight in few bits what ``kind`` is for linear cells in float.
+
+    It takes and returns what QLoRADense does.
+    """
+    document = f"{kind.__name__} on QuantizedDense."
+    return type(f"Q{kind.__name__}", (kind,), {"__doc__": document, "__module__": __name__, "base_kind": QuantizedBase})

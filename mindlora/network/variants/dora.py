@@ -8,12 +8,15 @@ from mindspore.common import dtype as mstype
 from mindspore.common.initializer import Constant
 
 from mindlora.core.errors import LoraError
+from mindlora.core.numerics.dtypes import to_float32
+from mindlora.core.numerics.folding import Rows
 from mindlora.models.variants.dora import DORA
 from mindlora.network.cells.dense import LoRADense
-from mindlora.ops.frozen_linear import FrozenLinear
 
 # How many rows of W, evenly spread, are compared to detect a change of W since the magnitude was initialized.
 _SAMPLED_ROWS = 4
+# The number of rows of W + scale B A that are formed at a time when the magnitude is initialized.
+_ROWS = 256
 
 
 class DoRADense(LoRADense):
@@ -61,7 +64,6 @@ class DoRADense(LoRADense):
     def _add_adapter(self, config, shared):
         super()._add_adapter(config, shared)
         self._add_parts(self._drawn(config, {"magnitude": Constant(float("nan"))}))
-        self.exact = None
         self.add = ops.Add()
         self.mul = ops.Mul()
         self.div = ops.RealDiv()
@@ -77,7 +79,7 @@ class DoRADense(LoRADense):
         """g (x W^T + ((x A^T) * scale) B^T) + bias; with dropout in training, the equation that the class gives."""
         a, b = self.trained.of(self.mindpet_delta_lora_a), self.trained.of(self.mindpet_delta_lora_b)
         weight = self._operands()
-        gain = self.cast(self._gain(weight, a, b), self.dtype)
+        gain = self.cast(self._gain(x, weight, a, b), self.dtype)
         if self.dropout_rate > 0 and self.training:
             dropped = self.low_rank.drop(x)
             plain = self.base.product(dropped, weight)
@@ -86,34 +88,22 @@ class DoRADense(LoRADense):
         y = self.low_rank.add_without_dropout(self.base.product(x, weight), x, a, b, self.scale)
         return self.base.with_bias(self.mul(gain, y), self.bias)
 
-    def _gain(self, weight, a, b):
+    def _gain(self, x, weight, a, b):
         """m / ||W + scale B A||, float32 [out], with the norm as a constant in the backward."""
         magnitude = self.cast(self.mindpet_delta_lora_magnitude, mstype.float32)
-        gain = self.div(magnitude, self._norm(weight, self.stop_gradient(a), self.stop_gradient(b)))
+        gain = self.div(magnitude, self._norm(x, weight, self.stop_gradient(a), self.stop_gradient(b)))
         # In training, a magnitude that was never initialized must not go unnoticed.
         return gain if self.training else self.select(self.is_nan(magnitude), self.ones, gain)
 
-    def _norm(self, weight, a, b):
+    def _norm(self, x, weight, a, b):
         scale = self.scale
-        on_a = self.cast(self._times(weight, a), mstype.float32)
+        # A norm that is rounded would be worse than the change that training makes to it.
+        on_a = self.cast(self.base.times_rows(weight, a), mstype.float32)
         a = self.cast(a, mstype.float32)
         b = self.cast(b, mstype.float32)
-        # Not from `weight`, whose squares could overflow float16.
-        weight = self.stop_gradient(self.cast(self.weight, mstype.float32))
         on_b = self.times_transposed(b, self.times_transposed(a, a))
         crossed = self.row_sum(self.mul(on_a * (2 * scale) + on_b * (scale * scale), b), 1)
-        return self.sqrt(self.row_sum(self.mul(weight, weight), 1) + crossed)
-
-    def _times(self, weight, a):
-        """W A^T [out, r]."""
-        if self.exact is not None:
-            return self.transpose(self.exact(a, weight[0]), (1, 0))
-        return self.times_transposed(self.stop_gradient(weight[0]), a)
-
-    def hold_base(self, rounds: bool) -> None:
-        super().hold_base(rounds)
-        # The error of a rounded norm would exceed the change that training makes to it.
-        self.exact, self.transpose = FrozenLinear(), ops.Transpose()
+        return self.sqrt(self.base.squared_norms(self._stored(), x) + crossed)
 
     def prepare(self) -> None:
         """Initializes the magnitude, or initializes it again if W has changed since and the magnitude is untrained.
@@ -128,7 +118,7 @@ class DoRADense(LoRADense):
         if not np.isnan(values).all():
             if self._initial is None:
                 return
-            same = np.array_equal(self._sample(), self._initial[1])
+            same = all(map(np.array_equal, self._sample(), self._initial[1]))
             trained = (values != self._initial[0]).any()
             if trained and not same and not self.weight.requires_grad:
                 raise LoraError(
@@ -139,7 +129,7 @@ class DoRADense(LoRADense):
                 self._initial = None
             if trained or same:
                 return
-        norms = row_norms(*map(_array, (self.weight, *self.lora_parameters()[:2])), self.scale)
+        norms = row_norms(self.by_rows(), *map(_array, self.lora_parameters()[:2]), self.scale)
         if not norms.all():
             raise LoraError(
                 f"The weight of {self.adapter_path or 'the cell'} has {np.count_nonzero(norms == 0)} rows of zeros, "
@@ -160,16 +150,23 @@ class DoRADense(LoRADense):
         return self
 
     def _sample(self):
-        weight = self.weight.asnumpy()
-        return weight[np.linspace(0, len(weight) - 1, min(_SAMPLED_ROWS, len(weight))).astype(int)].copy()
+        """Returns copies of some rows of W as it is stored."""
+        samples = []
+        for tensor in self._stored():
+            array = tensor.asnumpy()
+            samples.append(array[np.linspace(0, len(array) - 1, min(_SAMPLED_ROWS, len(array))).astype(int)])
+        return samples
 
 
-def row_norms(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Returns ||W + scale B A|| of each row, float32 [out], from W [out, in], A [r, in] and B [out, r], all float32."""
+def row_norms(weight: Rows, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Returns ||W + scale B A|| of each row, float32 [out].
+
+    W [out, in] is in any dtype of floats, A [r, in] and B [out, r] are float32.
+    """
     norms = np.empty(len(weight), np.float32)
-    for begin in range(0, len(weight), 256):
-        rows = slice(begin, begin + 256)
-        norms[rows] = np.linalg.norm(weight[rows] + np.float32(scale) * (b[rows] @ a), axis=1)
+    for begin in range(0, len(weight), _ROWS):
+        rows = slice(begin, begin + _ROWS)
+        norms[rows] = np.linalg.norm(to_float32(weight[rows]) + np.float32(scale) * (b[rows] @ a), axis=1)
     return norms
 
 

@@ -1,4 +1,5 @@
-// integer_linear on a CPU: y = x W^T and dx = dy W, for W in integers of 4 or 8 bits. See ../README.md.
+// integer_linear on a CPU: y = x W^T, dx = dy W and ||W||^2 of each row, for W in integers of 4 or 8 bits. See
+// ../README.md.
 #include <omp.h>
 
 #include "cpu_common/aot.h"
@@ -12,7 +13,7 @@ namespace mindlora {
 namespace {
 
 constexpr char kOp[] = "integer_linear";
-// In the gradient kX is dy.
+// In the gradient kX is dy. For the norms it is a tensor of their dtype, float32.
 enum { kX, kCodes, kZeros, kScales };
 constexpr int kTensors = 5;  // of one call, the result included
 
@@ -69,6 +70,24 @@ int RunGrad(int count, void** data, const Shapes& s, const char** dtypes)
     return 0;
 }
 
+std::vector<int64_t> NormsShape(const Shapes& s, int bits)
+{
+    CheckIntegers(kOp, s, kCodes, bits, -1);
+    return {s.At(kCodes, 0)};
+}
+
+template <int kBits>
+int RunNorms(int count, void** data, const Shapes& s, const char** dtypes)
+{
+    if (count != kTensors) Refuse(kOp, "the norms called with " + std::to_string(count) + " tensors.");
+    CheckDtype(kOp, "the first input", dtypes[kX], "float32");
+    CheckIntegers(kOp, s, kCodes, kBits, -1);
+    const Integers weight = IntegersAt(kOp, s, data, dtypes, kCodes, kBits);
+    MINDLORA_DISPATCH(IntegerSquaredNorms<kBits>, weight, s.At(kCodes, 0), omp_get_max_threads(),
+        static_cast<float*>(data[count - 1]));
+    return 0;
+}
+
 }  // namespace
 }  // namespace mindlora
 
@@ -96,6 +115,19 @@ int RunGrad(int count, void** data, const Shapes& s, const char** dtypes)
         int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)                      \
     {                                                                                                                 \
         return mindlora::RunGrad<bits>(count, data, mindlora::Shapes(mindlora::kOp, ndims, shapes), dtypes);          \
+    }                                                                                                                 \
+    MINDLORA_EXPORT std::vector<int64_t> Int##bits##SquaredNormsInferShape(int* ndims, int64_t** shapes, AotExtra*)   \
+    {                                                                                                                 \
+        return mindlora::NormsShape(mindlora::Shapes(mindlora::kOp, ndims, shapes), bits);                            \
+    }                                                                                                                 \
+    MINDLORA_EXPORT int Int##bits##SquaredNormsInferType(std::vector<int> types, AotExtra*)                           \
+    {                                                                                                                 \
+        return types[mindlora::kX];                                                                                   \
+    }                                                                                                                 \
+    MINDLORA_EXPORT int Int##bits##SquaredNorms(                                                                      \
+        int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)                      \
+    {                                                                                                                 \
+        return mindlora::RunNorms<bits>(count, data, mindlora::Shapes(mindlora::kOp, ndims, shapes), dtypes);         \
     }
 
 MINDLORA_INTEGER_LINEAR(4)

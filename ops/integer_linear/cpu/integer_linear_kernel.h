@@ -116,3 +116,13 @@ static void IntegerLinearGrad(
         BlockLinearGrad<IntegerFormat<kBits, false>>(dy, w, tokens, in, out, threads, dx);
     }
 }
+
+template <int kBits>
+static void IntegerSquaredNorms(const Integers& w, int64_t rows, int threads, float* y)
+{
+    if (w.halves % 2 == 0) {
+        SquaredNorms<IntegerFormat<kBits, true>>(w, rows, threads, y);
+    } else {
+        SquaredNorms<IntegerFormat<kBits, false>>(w, rows, threads, y);
+    }
+}

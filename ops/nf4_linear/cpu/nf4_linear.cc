@@ -1,4 +1,5 @@
-// nf4_linear on a CPU: y = x W^T (+ bias) and dx = dy W, for W in 4-bit NormalFloat. See ../README.md.
+// nf4_linear on a CPU: y = x W^T (+ bias), dx = dy W and ||W||^2 of each row, for W in 4-bit NormalFloat. See
+// ../README.md.
 #include <omp.h>
 
 #include "cpu_common/aot.h"
@@ -12,7 +13,7 @@ namespace mindlora {
 namespace {
 
 constexpr char kOp[] = "nf4_linear";
-// In the gradient kX is dy, and the last input may be x.
+// In the gradient kX is dy, and the last input may be x. For the norms kX is a tensor of their dtype, float32.
 enum { kX, kCodes, kAbsmax, kScales, kOffsets, kBias, kLike = kBias };
 constexpr int kWithoutBias = 6, kWithBias = 7;  // tensors of one call, y included
 
@@ -125,6 +126,30 @@ MINDLORA_EXPORT int Nf4LinearGradLike(
     const Shapes s(kOp, ndims, shapes);
     CheckBackwardLike(s);
     RunGrad(count, kWithBias, data, s, dtypes, s.At(kLike, 1));
+    return 0;
+}
+
+MINDLORA_EXPORT std::vector<int64_t> Nf4SquaredNormsInferShape(int* ndims, int64_t** shapes, AotExtra*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    CheckNf4Weight(s, kCodes, -1);
+    return {s.At(kCodes, 0)};
+}
+
+MINDLORA_EXPORT int Nf4SquaredNormsInferType(std::vector<int> types, AotExtra*) { return types[mindlora::kX]; }
+
+MINDLORA_EXPORT int Nf4SquaredNorms(
+    int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void*, void*)
+{
+    using namespace mindlora;
+    const Shapes s(kOp, ndims, shapes);
+    if (count != kWithoutBias) Refuse(kOp, "the norms called with " + std::to_string(count) + " tensors.");
+    CheckDtype(kOp, "the first input", dtypes[kX], "float32");
+    CheckNf4Weight(s, kCodes, -1);
+    CheckNf4Dtypes(kOp, dtypes, kCodes);
+    MINDLORA_DISPATCH(Nf4SquaredNorms, Nf4At(s, data, kCodes), s.At(kCodes, 0), omp_get_max_threads(),
+        static_cast<float*>(data[count - 1]));
     return 0;
 }
 

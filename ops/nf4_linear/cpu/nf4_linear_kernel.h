@@ -42,3 +42,8 @@ static void Nf4LinearGrad(const T* dy, const Nf4& w, int64_t tokens, int64_t in,
 {
     BlockLinearGrad<Nf4Format>(dy, w, tokens, in, out, threads, dx);
 }
+
+static void Nf4SquaredNorms(const Nf4& w, int64_t rows, int threads, float* y)
+{
+    SquaredNorms<Nf4Format>(w, rows, threads, y);
+}

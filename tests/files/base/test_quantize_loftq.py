@@ -235,6 +235,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path):
             "lora_init is 'gaussian', which quantize_checkpoint does not support.",
         ),
         ({"lora_init": None}, ConfigError, "lora_init is None, which quantize_checkpoint does not support."),
+        ({"use_dora": True}, ConfigError, "use_dora is True, and quantize_checkpoint makes the adapters of plain LoRA"),
         (
             {"lora_rank": 7},
             ConfigError,

@@ -85,6 +85,22 @@ def test_variants_compute_what_they_compute_on_other_linear_cells():
     assert_close(y_miss, linear(x, miss) + (x @ a.T) @ b.T)
 
 
+def test_variants_compute_the_same_on_cells_in_few_bits_as_on_what_these_decode_to():
+    settings = [{"use_dora": True}, {"use_vera": True}, {"use_adalora": True, "init_r": RANK, "target_r": 1}]
+    settings.append({"use_miss": True})
+    packed, decoded, x = [], [], inputs()
+    for keys, kind in zip(settings, [*KINDS, *KINDS]):
+        for bias in BIASES.values():
+            quantized = NF4ParallelLinear.from_dense(parallel_cell(kind, **bias))
+            packed.append(adapted(quantized, **keys))
+            decoded.append(adapted(quantized.plain_cell(), **keys))
+    network = Outputs(*packed, *decoded).set_train(False)
+    outputs = [y.asnumpy().astype(np.float64) for y in network(Tensor(x))]
+    assert all(cell.quantization == "nf4" for cell in packed) and not any(cell.quantization for cell in decoded)
+    for found, expected in zip(outputs, outputs[len(packed) :]):
+        assert_close(found, expected)
+
+
 def test_the_low_rank_path_of_a_sharded_cell_computes_the_same():
     x = inputs()
     loras = [adapted(parallel_cell(kind)) for kind in KINDS]
@@ -265,7 +281,7 @@ def test_cells_that_cannot_carry_an_adapter_are_refused():
         "exclude_modules."
     )
     quantized = NF4ParallelLinear.from_dense(parallel_cell())
-    assert "use_dora is not supported on quantized weights" in refused(quantized, use_dora=True)
+    assert "lora_init 'olora' is not supported on quantized weights" in refused(quantized, lora_init="olora")
     with pytest.raises(UnsupportedCellError, match="adapters do not stack"):
         parallel_linear.LoRAParallelLinear.from_cell(adapted(parallel_cell()), CONFIG)
 

@@ -8,7 +8,6 @@ from mindspore import Tensor, nn
 from mindlora import LoraConfig, apply_lora, freeze_base, trainable_summary
 from mindlora.core.errors import UnsupportedCellError
 from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
-from mindlora.network.quantize import quantize_base
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.training.health.adapter_health import cell_values, measure
@@ -141,20 +140,13 @@ def test_its_health_has_the_ranks_that_are_left():
     assert (found.rank, found.effective_rank, found.change_norm) == (0, None, None)
 
 
-def quantized():
-    network = nn.SequentialCell(nn.Dense(64, 64, weight_init="normal"))
-    quantize_base(network, exclude=None)
-    return network
-
-
 @pytest.mark.parametrize(
     "network, kind",
     [
         (lambda: nn.SequentialCell(nn.Embedding(8, 4)), "embeddings"),
         (lambda: nn.SequentialCell(nn.Conv2d(3, 4, 1)), "convolutions"),
-        (quantized, "quantized weights"),
     ],
-    ids=["embedding", "convolution", "quantized"],
+    ids=["embedding", "convolution"],
 )
 def test_other_cells_are_refused_by_name(network, kind):
     config = LoraConfig(use_adalora=True, target_modules=["0"])

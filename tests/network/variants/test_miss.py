@@ -143,7 +143,6 @@ def test_files_are_loaded_again(form, name, tmp_path):
         ({"use_rslora": True}, "use_miss is True and use_rslora is True, which MiSS does not have."),
         ({"rank_pattern": {"wq": 2}}, "use_miss is True and rank_pattern is {'wq': 2}, which MiSS does not have."),
         ({"use_dora": True}, "use_miss is True and use_dora is True, which MiSS does not have."),
-        ({"quantize_base": "nf4"}, "quantize_base is 'nf4' and use_miss is True: it needs the weight in float."),
     ],
 )
 def test_settings_that_it_does_not_have(fields, message):

@@ -243,12 +243,3 @@ def test_sharded_cells_are_refused(mindformers):
     linear.shard(((1, 1), (2, 1)))
     with pytest.raises(UnsupportedCellError, match="use_vera is not supported on sharded cells: all cells"):
         VeRADense.from_cell(linear, CONFIG)
-
-
-def test_quantized_cells_are_refused():
-    from mindlora import quantize_base
-
-    network = TinyModel()
-    quantize_base(network)
-    with pytest.raises(UnsupportedCellError, match="use_vera is not supported on quantized weights"):
-        apply_lora(network, CONFIG)

@@ -3,6 +3,7 @@
 import functools
 
 import numpy as np
+from mindspore import nn
 
 from mindlora.core.numerics.integers import pack
 from mindlora.ops.integer_linear import IntegerLinear
@@ -91,4 +92,45 @@ def backward(bits):
     )
 
 
-FORMS = (forward(4), forward(8), backward(4), backward(8))
+class SquaredNorms(nn.Cell):
+    """||W||^2 of each row, as the cells of DoRA ask for it."""
+
+    def __init__(self, bits):
+        super().__init__()
+        self.linear = IntegerLinear(bits)
+
+    def construct(self, after, codes, zeros, scales):
+        return self.linear.squared_norms(after, codes, zeros, scales)
+
+
+def norms(bits):
+    def inputs(dtype, k, n, size, held="bfloat16"):
+        return {**normals(dtype, first=(1,)), **weight(bits, k, n, size, held)}
+
+    return Operator(
+        name=f"int{bits}_squared_norms",
+        op="integer_linear",
+        inputs=inputs,
+        expected=lambda reference, first, *parts: reference.squared_norms(*parts, bits),
+        dtypes=("float32",),
+        # Numbers are about as large as 2: the codes are far from some zeros.
+        terms=lambda k, n, size, held="": 16 * k,
+        function=f"Int{bits}SquaredNorms",
+        sizes=(*(size[1:] for size in SIZES[1:]), (192, 9, 32, "float16"), (192, 9, 64, "float32")),
+        threaded=(576, 1030, 64),
+        cell=functools.partial(SquaredNorms, bits),
+        cell_sizes=((64, 53, 32), (64, 1, 64), (192, 9, 96)),
+        refused_size=(128, 9, 32),
+        unchecked=("first", "codes", "zeros", "scales"),
+        refused_shapes=(
+            ({"zeros": (8, 4)}, "N is 9 in one input and 8 in another."),
+            ({"codes": (9, 12 * bits)}, "K is 96: it must be a multiple of 64."),
+        ),
+        refused_by_kernel=(
+            ("first", "float16", "the first input is float16: it must be float32."),
+            ("scales", "int32", "scales is int32: it must be float32, float16 or bfloat16."),
+        ),
+    )
+
+
+FORMS = (forward(4), forward(8), backward(4), backward(8), norms(4), norms(8))

@@ -1,6 +1,7 @@
 """nf4_linear and the kernels of its gradient: what is tested of them."""
 
 import numpy as np
+from mindspore import nn
 
 from mindlora.ops import Nf4Linear, Nf4LinearWithBias, nf4_linear, quantize
 from tests.ops.contract import Operator, named, normals, without_last
@@ -101,4 +102,40 @@ GRADIENT_LIKE = Operator(
     refused_size=(9, 130, 300),
     refused_shapes=(({"x": (9, 300)}, "the number of blocks of a row is 5 in one input and 3 in another."),),
 )
-FORMS = (PLAIN, WITH_BIAS, GRADIENT, GRADIENT_LIKE)
+
+
+class SquaredNorms(nn.Cell):
+    """||W||^2 of each row, as the cells of DoRA ask for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = Nf4Linear()
+
+    def construct(self, after, codes, absmax, scales, offsets):
+        return self.linear.squared_norms(after, codes, absmax, scales, offsets)
+
+
+NORMS = Operator(
+    name="nf4_squared_norms",
+    op="nf4_linear",
+    inputs=lambda dtype, k, n: {**normals(dtype, first=(1,)), **weight(n, k)},
+    expected=lambda reference, first, *parts: reference.squared_norms(*parts),
+    dtypes=("float32",),
+    terms=lambda k, n: 4 * k,
+    function="Nf4SquaredNorms",
+    sizes=((37, 53), (1, 1), (64, 64), (70, 129), (200, 9), (300, 600), (64, 2049)),
+    threaded=(300, 600),
+    cell=SquaredNorms,
+    cell_sizes=((37, 53), (1, 1), (200, 9)),
+    refused_size=(70, 9),
+    unchecked=("first", *WEIGHT),
+    refused_shapes=(
+        ({"codes": (8, 64)}, "N is 8 in one input and 9 in another."),
+        ({"offsets": (2,)}, "the number of groups is 1 in one input and 2 in another."),
+    ),
+    refused_by_kernel=(
+        ("first", "float16", "the first input is float16: it must be float32."),
+        ("absmax", "int32", "absmax is int32: it must be uint8."),
+    ),
+)
+FORMS = (PLAIN, WITH_BIAS, GRADIENT, GRADIENT_LIKE, NORMS)

@@ -22,6 +22,7 @@ ADAPTERS = {
     "embedding and head": ({}, {**LORA, "target_modules": ["wq", "tok_embeddings", "lm_head"]}),
     "saved modules": ({}, {**LORA, "modules_to_save": ["lm_head", "attention_norm"]}),
     "4-bit base": ({}, {**LORA, "quantize_base": "nf4"}),
+    "DoRA on a 4-bit base": ({}, {**LORA, "use_dora": True, "quantize_base": "nf4"}),
     "a head alone on a 4-bit base": ({}, {**LORA, "target_modules": ["lm_head"], "quantize_base": "nf4"}),
     "a tied head in another dtype": (
         {"tie_word_embeddings": True, "embedding_init_type": "bfloat16"},

@@ -49,6 +49,13 @@ NETWORKS = {
     "4-bit base with a saved head": ({}, {**LORA, "quantize_base": "nf4", "modules_to_save": ["lm_head"]}),
     "the whole network": ({}, {}),
 }
+# The same variants on a base in 4 bits.
+NETWORKS.update(
+    {
+        f"{name} on a 4-bit base": ({}, {**NETWORKS[name][1], "quantize_base": "nf4"})
+        for name in ("DoRA", "VeRA", "MiSS", "AdaLoRA")
+    }
+)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -127,6 +127,9 @@ FEATURES = {
             "modules_to_save": ["norm", "embed_tokens"],
         },
     ),
+    "miss": (tiny_qwen3, {"use_miss": True, "lora_alpha": 4}),
+    "vera": (tiny_qwen3, {"use_vera": True, "lora_alpha": 4, "target_modules": ["linear_proj", "linear_fc2"]}),
+    "adalora": (tiny_qwen3, {"use_adalora": True, "init_r": 4, "target_r": 2}),
     # The experts' first weight has no adapter, and the router trains.
     "experts-and-embedding": (
         tiny_qwen3_moe,

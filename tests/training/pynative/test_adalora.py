@@ -70,7 +70,6 @@ def messages(folder):
             ("too_long", {**ADALORA, "tinit": 6}, base, [], {}),
             ("loaded", {**ADALORA, "adapter_path": adapter}, base, [], {}),
             ("other_rank", {**ADALORA, "init_r": 6}, base, [], {}),
-            ("quantized", {**ADALORA, "quantize_base": "nf4"}, base, [], {}),
         ],
     )
     shutil.copytree(folder / "whole_saved" / "iteration_00000004", folder / "lost")
@@ -183,7 +182,6 @@ def test_the_folder_for_peft_is_a_plain_lora_and_mindformers_own_is_none(folder,
         ("too_long", "tinit 6 and tfinal 2, which leave none of the run's 8 steps"),
         ("loaded", "the ranks of a saved adapter are fixed. Remove use_adalora"),
         ("other_rank", "pet_config.init_r is 6 and lora_config.lora_rank is 4"),
-        ("quantized", "use_adalora"),
     ],
 )
 def test_it_is_refused_by_name(messages, name, message):
