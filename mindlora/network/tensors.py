@@ -3,6 +3,8 @@
 import mindspore as ms
 import numpy as np
 from mindspore.common import np_dtype
+from mindspore.common.initializer import initializer
+from mindspore.nn.utils import no_init_parameters
 
 from mindlora.core.numerics.dtypes import BFLOAT16
 
@@ -29,6 +31,14 @@ def to_array(tensor: ms.Tensor) -> np.ndarray:
     """Returns a MindSpore tensor as an array of the same dtype; bfloat16 as mindlora.core.numerics.dtypes.BFLOAT16."""
     array = tensor.asnumpy()
     return array.view(np.uint16).view(BFLOAT16) if tensor.dtype == ms.bfloat16 else array
+
+
+def twin(parameter: ms.Parameter, name: str) -> ms.Parameter:
+    """Returns a frozen parameter in the memory of another one that has values, on a CPU."""
+    with no_init_parameters():
+        made = ms.Parameter(initializer("zeros", parameter.shape, parameter.dtype), name=name, requires_grad=False)
+    made.set_data(as_tensor(to_array(parameter)))
+    return made
 
 
 def fill(parameter: ms.Parameter, value: float) -> None:

@@ -166,11 +166,11 @@ def engine_of(
     ``cells`` are the network's, by default from served_cells; other arguments are as in make_engine and
     Engine.
     """
-    # From the base's own cells, before the pools replace them.
+    # From the base's own cells, before the pools replace them and a tied head gets a parameter of its own.
     linear, shapes, (fingerprint, *others) = cells or served_cells(network)
+    tables = _tables(network)
     pooled = add_pools(network, linear, settings)
     dtype = _NUMPY[str(next(iter(pooled.values())).lora_pool.dtype)]
-    tables = _tables(network)
     weights = _weights(linear)
     hidden = embedding_of(network)[1].shape[1]
     layout = ServedLayout(

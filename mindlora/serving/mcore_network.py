@@ -95,9 +95,6 @@ class McoreNetwork(nn.Cell):
         self.config = types.SimpleNamespace(
             vocab_size=sizes.vocabulary, num_heads=sizes.heads, n_kv_heads=sizes.kv_heads, eos_token_id=None
         )
-        if sizes.tied:
-            # MindSpore copies a parameter that two operators read, which on a CPU it cannot do in bfloat16.
-            dtypes = dtypes._replace(table=dtypes.compute)
         self.model = Decoder(sizes, settings, dtypes, rows)
         self.lm_head = _linear(sizes.hidden, sizes.vocabulary, dtypes)
         if sizes.tied:

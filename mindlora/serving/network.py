@@ -17,6 +17,7 @@ from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.quantized.quantized_dense import QuantizedDense
 from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
+from mindlora.network.tensors import twin
 from mindlora.network.tree import adapter_path, replace_children, weight_of
 from mindlora.ops.backend import choose, multiplies_bfloat16, rounds_faster
 from mindlora.serving.cpu_cells import CpuAttention, use_cpu_operators
@@ -110,6 +111,7 @@ def add_pools(
         for path, cell in cells.items()
     }
     replace_children(network, {id(cell): pooled[path] for path, cell in cells.items()})
+    _separate_tied_head(network)
     for _, cell in network.cells_and_names():
         if isinstance(cell, JoinsLinears):
             cell.join_linears()
@@ -122,6 +124,16 @@ def add_pools(
     if dtype is not None:
         _check_pools(pools)
     return pools
+
+
+def _separate_tied_head(network: nn.Cell) -> None:
+    """Gives a tied head a parameter of its own in the memory of the embedding's table, on a CPU.
+
+    MindSpore copies a parameter that two operators read, in each step, and on a CPU it cannot copy bfloat16.
+    """
+    table = embedding_of(network)[1]
+    if network.lm_head.weight is table and ms.get_context("device_target") == "CPU":
+        network.lm_head.weight = twin(table, "lm_head.weight")
 
 
 def _rounds(product_dtype: Optional[str], cells: Mapping[str, nn.Cell], has_experts: bool) -> bool:

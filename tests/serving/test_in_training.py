@@ -8,6 +8,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base, load_lora, save_lora
 from mindlora.core.errors import BaseMismatchError, ConfigError, UnsupportedCellError
 from mindlora.files.adapters import files
 from mindlora.files.adapters.adapter import Adapter
+from mindlora.network.tensors import to_array
 from mindlora.network.tree import lora_cells
 from mindlora.serving.in_training import TRAINED, TrainedEngine
 from mindlora.serving.request import Sampling
@@ -25,6 +26,7 @@ FORMS = {
         "use_interleaved_weight_layout_mlp": False,
         "tie_word_embeddings": True,
     },
+    "a tied head in 16 bits": {"tie_word_embeddings": True, "params_dtype": "bfloat16"},
     "DoRA": {"use_dora": True},
     "DoRA on a base in 16 bits": {"use_dora": True, "params_dtype": "bfloat16"},
     "DoRA on a base in NF4": {"use_dora": True, "quantize_base": "nf4"},
@@ -74,6 +76,10 @@ def move(network, rng, scale):
         parameter.set_data(parameter + Tensor(rng.normal(0, scale, parameter.shape).astype(np.float32)))
 
 
+def memory_of(parameter):
+    return to_array(parameter).ctypes.data
+
+
 def sampled(trained, adapter, seed, **more):
     """Returns tokens and the sampler's log-probabilities of the answers to some prompts, as rows of training."""
     prompts = [[1, 5 + number, 9, 4] for number in range(4)]
@@ -107,13 +113,13 @@ def trained(request, library, graph_mode):
 
 def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(trained):
     network, made = trained
-    own = {id(parameter) for parameter in network.get_parameters()}
+    own = set(map(memory_of, network.get_parameters()))
     weights = [
         parameter
         for parameter in made.engine.runner.network.get_parameters()
         if parameter.name.endswith((".weight", ".weight1", ".weight2")) and parameter.ndim > 1
     ]
-    assert len(weights) >= 5 and all(id(parameter) in own for parameter in weights)
+    assert len(weights) >= 5 and own.issuperset(map(memory_of, weights))
     policy = row_log_probabilities(network, "rl")
     policy.set_train(True)
     rng = np.random.default_rng(0)
@@ -124,6 +130,7 @@ def test_sampler_and_trainer_agree_whatever_the_adapter_is_and_hold_one_copy(tra
         with made.engine.turns.turn():
             likely = policy(Tensor(tokens), Tensor(labels)).asnumpy().reshape(4, LENGTH)
         np.testing.assert_allclose(likely, found, rtol=0, atol=1e-4)
+    assert own.issuperset(map(memory_of, weights))
     # At another temperature, the sampler's log-probabilities are the tempered ones of the logits.
     tokens, labels, found = sampled(made, TRAINED, seed=3, temperature=0.5, tempered_logprobs=True)
     assert np.abs(found - sampled(made, TRAINED, seed=3, temperature=0.5)[2]).max() > 0.1

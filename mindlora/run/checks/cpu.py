@@ -74,14 +74,8 @@ def check_cpu(run: YamlRun) -> Iterator[Finding]:
 
 def check_cpu_serving(model_config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields an error with all settings to change, unless the model can be served on a CPU."""
-    # Linear cells and embeddings take 16-bit weights directly; MindSpore copies a table that serves as both.
+    # Linear cells and embeddings take 16-bit weights directly.
     changes = list(_model_changes(model_config, ("fused_rms_norm",)))
-    weights = model_config.get("param_init_type", _LLAMA_DEFAULTS["param_init_type"])
-    embedding = model_config.get("embedding_init_type") or weights
-    if model_config.get("tie_word_embeddings") and embedding not in _FLOAT32:
-        changes.append(
-            f"model.model_config.embedding_init_type: float32 (found {embedding}; the output head is tied to it)"
-        )
     if changes:
         yield error(_KEY, f"{_KEY} is CPU, where this model cannot be served.", f"Set: {'; '.join(changes)}.")
 

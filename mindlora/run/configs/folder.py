@@ -233,15 +233,14 @@ def seq_length_of(folder: ModelFolder, asked: Optional[int]) -> int:
 def served_content(folder: ModelFolder, device: str, quantize_base: Optional[str] = None) -> Dict[str, Any]:
     """Returns the content of a YAML that serves a model, or generates with it.
 
-    On a CPU the embedding, unless the output head is tied to it, and the weights of linear cells are held in the dtype
-    in which they are stored, or as ``quantize_base``, that of LoraConfig, says.
+    On a CPU the embedding and the weights of linear cells are held in the dtype in which they are stored, or as
+    ``quantize_base``, that of LoraConfig, says.
     """
     nodes = model_nodes(folder, device, seq_length_of(folder, None))
     if device == CPU:
         legacy = folder.architecture.legacy
-        tied = folder.model_config.get("tie_word_embeddings")
-        held = {"param_init_type": folder.stored, "embedding_init_type": "float32" if tied else folder.stored}
-        nodes["model"]["model_config"].update(held if legacy else {"params_dtype": folder.stored})
+        keys = ("param_init_type", "embedding_init_type") if legacy else ("params_dtype",)
+        nodes["model"]["model_config"].update(dict.fromkeys(keys, folder.stored))
     if quantize_base is not None:
         pet_config = {"pet_type": "lora", "target_modules": "all-linear", "quantize_base": quantize_base}
         nodes["model"]["model_config"]["pet_config"] = pet_config
