@@ -77,6 +77,7 @@ def move(network, rng, scale):
 
 
 def memory_of(parameter):
+    """Returns the address of a parameter's values."""
     return to_array(parameter).ctypes.data
 
 

@@ -124,8 +124,7 @@ def test_linear_weights_and_the_embedding_are_held_in_params_dtype(checkpoints, 
         if tied and name == "lm_head.weight":
             continue
         parameter = made.parameters_dict()[name]
-        # A table that is the head too stays in float32.
-        held = name.endswith(("proj.weight", "lm_head.weight")) or name == "model.embed_tokens.weight" and not tied
+        held = name.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))
         assert parameter.dtype == (ms.bfloat16 if held else ms.float32)
         np.testing.assert_array_equal(to_float32(to_array(parameter)), to_float32(array))
 

@@ -44,16 +44,12 @@ def test_what_config_json_says_is_in_model_config(make):
     assert model.ends == [3, 4] and model.name == "model" and model.architecture.title == "Llama and Qwen2"
 
 
-def test_a_cpu_serves_weights_in_the_dtype_in_which_they_are_stored(make):
-    model = read_folder(make())
+@pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "tied"])
+def test_a_cpu_serves_weights_in_the_dtype_in_which_they_are_stored(make, tied):
+    model = read_folder(make(tied=tied, tie_word_embeddings=tied))
     config = served_content(model, CPU)["model"]["model_config"]
     assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "bfloat16")
     assert config["compute_dtype"] == "float32" and model.stored == "bfloat16"
-
-
-def test_a_cpu_serves_a_tied_embedding_in_float32(make):
-    config = served_content(read_folder(make(tied=True, tie_word_embeddings=True)), CPU)["model"]["model_config"]
-    assert (config["param_init_type"], config["embedding_init_type"]) == ("bfloat16", "float32")
 
 
 def test_generation_config_says_which_tokens_end_an_answer(make):

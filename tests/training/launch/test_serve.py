@@ -108,12 +108,7 @@ def test_what_a_cpu_cannot_compute_is_listed(refused):
     )
 
 
-def test_weights_and_embedding_may_have_16_bits_but_not_a_tied_one(refused):
+def test_weights_and_embedding_may_have_16_bits(refused):
     held = ("--model.model_config.param_init_type", "bfloat16")
     assert "context cannot be used" in refused(*held)
-    held = (*held, "--model.model_config.tie_word_embeddings", "True")
-    assert refused(*held) == (
-        "context.device_target is CPU, where this model cannot be served. Set: "
-        "model.model_config.embedding_init_type: float32 (found bfloat16; the output head is tied to it)."
-    )
-    assert "context cannot be used" in refused(*held, "--model.model_config.embedding_init_type", "float32")
+    assert "context cannot be used" in refused(*held, "--model.model_config.tie_word_embeddings", "True")
