@@ -19,9 +19,7 @@ from tests.support.held_bases import HIDDEN, VOCAB
 from tests.support.llama_checkpoints import save_base
 from tests.support.tiny_serving import tokenizer
 
-SETTINGS = EngineSettings(
-    64, 8, max_running=8, max_tokens_per_step=256, slots=4, max_rank=8, product_dtype="float32"
-)
+SETTINGS = EngineSettings(64, 8, max_running=8, max_tokens_per_step=256, slots=4, max_rank=8, product_dtype="float32")
 EMBEDDING, HEAD = "model.tok_embeddings", "lm_head"
 # One is for the graph of few tokens, and all together for that of many.
 PROMPTS = ((3, 4, 5), tuple(range(40, 70)))
