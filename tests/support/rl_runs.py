@@ -60,7 +60,8 @@ RL = {
 def config_of(
     resume=False, base=None, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
 ):
-    """Returns its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any."""
+    """Returns its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any; None takes a key
+    of RL out."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     if model_type == "llama":
         config = tiny_runs.tiny_config("", epochs, callbacks)
@@ -74,7 +75,7 @@ def config_of(
     config["lr_schedule"].pop("lr_end", None)
     for node in ("train_dataset", "train_dataset_task"):
         del config[node]
-    config["runner_wrapper"]["rl"] = {**RL, **rl}
+    config["runner_wrapper"]["rl"] = {key: value for key, value in {**RL, **rl}.items() if value is not None}
     if base is not None:
         config.update(load_checkpoint=str(base), load_ckpt_format="safetensors")
     config["callbacks"][-1]["resume"] = resume

@@ -1,7 +1,7 @@
 """Learning from rewards under MindFormers' PyNative Trainer: the step, and what computes gradients without a graph."""
 
 import contextlib
-from typing import Any, Mapping, Tuple
+from typing import Any, Mapping, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -19,6 +19,7 @@ from mindlora.training.rl.policy_graphs import PolicyGraphs
 from mindlora.training.rl.preparation import sampler_of
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 from mindlora.training.rl.rules import check_prompts, settings_of
+from mindlora.training.rl.settings import RlSettings
 from mindlora.training.step.packing import McorePositions, mask_positions
 
 
@@ -99,10 +100,11 @@ class PyNativePolicyGraphs(PolicyGraphs):
 class PyNativePolicy(Policy):
     """Policy of a PyNative model."""
 
-    def of_rows(self, network: EvaluatedModel) -> RowLogProbabilities:
+    @staticmethod
+    def of_rows(network: EvaluatedModel, settings: Sequence[RlSettings]) -> RowLogProbabilities:
         """Returns the input of the loss; in training, the model returns logits from then on."""
         network.gpt.return_logits = True
-        return RowLogProbabilities(network, False, self.settings.temperature)
+        return RowLogProbabilities(network, False, settings[0].temperature)
 
 
 def pynative_policies(config: Mapping[str, Any]) -> Policies:
