@@ -39,6 +39,8 @@ def write_inputs(folder):
     texts = ("the cat", "she sees", "a dog", "three bees")
     rows = [{"prompt": text, "answer": "e", "outputs": outputs} for text, outputs in zip(texts, OUTPUTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [{**row, "completion": " sees"} for row in rows]
+    (folder / "completed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 # Six steps of two prompts.
@@ -54,6 +56,11 @@ RL = {
     "beta": 0.02,
     "max_disagreement": 1e-4,
     "structured_outputs": {"column": "outputs"},
+}
+# What changes in it for a run that learns a teacher's distribution.
+OF_GKD = {
+    **dict.fromkeys(("reward_funcs", "structured_outputs", "beta", "max_disagreement")),
+    **{"prompts": "completed.jsonl", "num_generations": 5, "temperature": 0.9},
 }
 
 

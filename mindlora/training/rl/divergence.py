@@ -9,6 +9,7 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import AdapterError, ConfigError
 from mindlora.files.adapters import files
 from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.models.label_losses import IN_GRAPH_MODE
 from mindlora.models.names import TRANSIENT
 from mindlora.network.cells.cell import LoRACell, ReplacingCell
 from mindlora.network.cells.divergences import HeadDivergences
@@ -19,7 +20,13 @@ from mindlora.network.save_load import load_lora
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.training.model.held_weights import hold_weights, release_weights
 from mindlora.training.model.log_probabilities import RowLogProbabilities, row_head_inputs
-from mindlora.training.model.loss_in_pieces import LossesOfHead, losses_of_head, output_head, plain_logits
+from mindlora.training.model.loss_in_pieces import (
+    LossesOfHead,
+    hand_on_undivided,
+    losses_of_head,
+    output_head,
+    plain_logits,
+)
 from mindlora.training.model.network import innermost, with_loss
 from mindlora.training.model.pet import MindloraModel
 from mindlora.training.rl.settings import RlSettings
@@ -105,20 +112,38 @@ def row_divergences(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDive
         ConfigError: The model makes the logits of all tokens at once.
         AdapterError: The teacher is an adapter that cannot be used.
     """
+    head = head_in_pieces(network, IN_GRAPH_MODE)
+    teacher = teacher_network(network, settings[0].teacher_adapter)
+    temperature = settings[0].temperature
+    both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
+    return RowDivergences(*both, head, b_of_head(with_loss(teacher)), betas_of(settings))
+
+
+def head_in_pieces(network: nn.Cell, key: str) -> LossesOfHead:
+    """Returns the LossesOfHead of a network.
+
+    Raises ConfigError if there are none, as the logits of all tokens are made at once; ``key`` is that of the YAML.
+    """
     head = losses_of_head(network)
     if head is None:
         raise ConfigError(
             "rl.gkd compares the whole vocabulary for some tokens at a time, and the logits of all tokens are made at "
-            "once: see the log for the reason. Leave runner_wrapper.loss_in_pieces as it is, with plain LoRA or none "
-            "on the output head (none in a run with several adapters); or remove gkd."
+            f"once: see the log for the reason. Leave {key} as it is, with plain LoRA or none on the output head (none "
+            "in a run with several adapters); or remove gkd."
         )
-    teacher = teacher_network(network, settings[0].teacher_adapter)
-    head_of_teacher = output_head(with_loss(teacher))
-    b = head_of_teacher.mindpet_delta_lora_b if isinstance(head_of_teacher, LoRACell) else None
-    temperature = settings[0].temperature
-    both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
+    return head
+
+
+def b_of_head(model: nn.Cell) -> Optional[Parameter]:
+    """Returns B of the adapter on a teacher's output head, or None if it has none."""
+    head = output_head(model)
+    return head.mindpet_delta_lora_b if isinstance(head, LoRACell) else None
+
+
+def betas_of(settings: Sequence[RlSettings]) -> Sequence[float]:
+    """Returns ``betas`` of RowDivergences: one for each adapter, or one for all of them if they do not differ."""
     betas = [each.gkd.beta for each in settings]
-    return RowDivergences(*both, head, b, betas[:1] if len(set(betas)) == 1 else betas)
+    return betas[:1] if len(set(betas)) == 1 else betas
 
 
 def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
@@ -132,26 +157,41 @@ def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
     Raises:
         AdapterError: The adapter does not match the network, or has more than adapters of linear cells.
     """
-    teacher, copies = copy_cells(network)
-    replacements: Dict[int, nn.Cell] = {}
-    for _, cell in network.cells_and_names():
-        if isinstance(cell, (ReplacingCell, StackedRoutedExperts)):
-            copied = copies[id(cell)]
-            replacements[id(copied)] = copied.plain_cell()
-    replace_children(teacher, replacements)
+    teacher = without_adapters(network)
     wrapper = innermost(teacher, lambda cell: isinstance(cell, MindloraModel))
-    with plain_logits(teacher):
+    with plain_logits(with_loss(teacher), hand_on_undivided):
         release_weights(teacher)
-        if path is not None:
-            _check_teacher(path)
-            load_lora(wrapper.network, path, on_base_mismatch="ignore")
-            for _, cell in lora_cells(teacher):
-                _freeze(cell)
+        put_teacher(wrapper.network, path)
         hold_weights(teacher, wrapper.config.pet_config.product_dtype)
     compile_layers_once(teacher)
     mark_reference(teacher)
     teacher.set_train(network.training)
     return teacher
+
+
+def without_adapters(network: nn.Cell) -> nn.Cell:
+    """Returns a copy of a network's cells on the same base, without its adapters."""
+    copied_network, copies = copy_cells(network)
+    replacements: Dict[int, nn.Cell] = {}
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, (ReplacingCell, StackedRoutedExperts)):
+            copied = copies[id(cell)]
+            replacements[id(copied)] = copied.plain_cell()
+    replace_children(copied_network, replacements)
+    return copied_network
+
+
+def put_teacher(network: nn.Cell, path: Optional[str]) -> None:
+    """Puts the teacher's adapter, if it has one, on a network of without_adapters; it does not train.
+
+    Raises AdapterError as teacher_network does.
+    """
+    if path is None:
+        return
+    _check_teacher(path)
+    load_lora(network, path, on_base_mismatch="ignore")
+    for _, cell in lora_cells(network):
+        _freeze(cell)
 
 
 def _check_teacher(path: str) -> None:

@@ -17,6 +17,7 @@ from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
 from mindlora.training.rl.preparation import sampler_of
+from mindlora.training.rl.pynative_divergence import PyNativeGkdPolicy
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 from mindlora.training.rl.rules import check_prompts, settings_of
 from mindlora.training.rl.settings import RlSettings
@@ -116,7 +117,10 @@ def pynative_policies(config: Mapping[str, Any]) -> Policies:
     of_adapters = settings_of(run)
     sampler, prompts = sampler_of(run)
     sampler["configuration"] = run.config
-    policies = [PyNativePolicy(name, settings, sampler["seed"]) for name, settings in of_adapters.items()]
+    policies = []
+    for name, settings in of_adapters.items():
+        kind = PyNativePolicy if settings.gkd is None else PyNativeGkdPolicy
+        policies.append(kind(name, settings, sampler["seed"]))
     check_prompts(prompts, policies[0].settings)
     return Policies(policies, sampler)
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from mindlora.training.report.history import read_history
 from tests.support import rl_runs, tiny_runs
-from tests.support.rl_runs import start
+from tests.support.rl_runs import OF_GKD, start
 from tests.support.what_runs import shows
 
 STEPS = 6
@@ -171,10 +171,6 @@ def test_an_adapter_does_so_with_a_teacher_and_on_experts(folder, taught, name):
 
 
 # Adapters that learn a teacher's distribution: one from completions of the data, one from answers of its teacher.
-OF_GKD = {
-    **dict.fromkeys(("reward_funcs", "structured_outputs", "beta", "max_disagreement")),
-    **{"prompts": "completed.jsonl", "num_generations": 5, "temperature": 0.9},
-}
 GENERALIZED = {
     "first": {"seed": 1, "rl": {"seed": 1, "gkd": {"beta": 0.3}}},
     "second": {
@@ -182,14 +178,6 @@ GENERALIZED = {
         "rl": {"seed": 2, "num_generations": 4, "gkd": {"beta": 1, "lmbda": 0.6, "seq_kd": True}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def completed(folder):
-    """Prompts with completions."""
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [json.dumps({**row, "completion": " sees"}) + "\n" for row in rows]
-    (folder / "completed.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
 def learns_the_same_distribution(folder, output, name, keys, pet=()):
@@ -205,14 +193,14 @@ def learns_the_same_distribution(folder, output, name, keys, pet=()):
     are_same_adapters(output / name, by_itself)
 
 
-def test_an_adapter_does_so_with_the_whole_distribution_of_another(folder, both, completed):
+def test_an_adapter_does_so_with_the_whole_distribution_of_another(folder, both):
     keys = {**OF_GKD, "teacher": str(both / "first" / "lora_checkpoint" / "step_6")}
     output = run(folder, "generalized", pet={"adapters": nodes(GENERALIZED)}, **keys)
     for name in GENERALIZED:
         learns_the_same_distribution(folder, output, name, keys)
 
 
-def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(folder, taught, completed):
+def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(folder, taught):
     teacher, _ = taught("experts")
     keys = {**OF_GKD, **EXPERTS, "teacher": str(teacher / "first" / "lora_checkpoint" / "step_6")}
     output = run(folder, "generalized_experts", pet={**ON_EXPERTS, "adapters": nodes(GENERALIZED)}, **keys)
