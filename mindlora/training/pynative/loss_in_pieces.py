@@ -59,9 +59,7 @@ class PynativeLossesOfHead(LossesOfHead):
         return super().construct(handed, labels)[0]
 
 
-def of_counted(
-    compute: Callable[..., Tensor], tensors: Sequence[Tensor], labels: Tensor, vocabulary: int
-) -> Tensor:
+def of_counted(compute: Callable[..., Tensor], tensors: Sequence[Tensor], labels: Tensor, vocabulary: int) -> Tensor:
     """Returns ``compute(*tensors, labels)``, float32 [tokens], computed for tokens with a label alone; 0 for others.
 
     Args:

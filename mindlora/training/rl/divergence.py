@@ -106,7 +106,7 @@ def row_divergences(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDive
 
     Args:
         network (nn.Cell): The model, or a cell around it, with one adapter or several.
-        settings (sequence of RlSettings): Those of each adapter, with one teacher and one temperature.
+        settings (sequence of RlSettings): The settings of each adapter, which have one teacher and one temperature.
 
     Raises:
         ConfigError: The model makes the logits of all tokens at once.
@@ -122,7 +122,8 @@ def row_divergences(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDive
 def head_in_pieces(network: nn.Cell, key: str) -> LossesOfHead:
     """Returns the LossesOfHead of a network.
 
-    Raises ConfigError if there are none, as the logits of all tokens are made at once; ``key`` is that of the YAML.
+    Raises ConfigError if there are none, as the logits of all tokens are made at once. ``key`` is the YAML's key of
+    loss_in_pieces.
     """
     head = losses_of_head(network)
     if head is None:

@@ -1,6 +1,6 @@
 """Generalized knowledge distillation: a policy that learns its teacher's complete distribution."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mindspore import nn
@@ -109,7 +109,12 @@ class GkdPolicy(Policy):
         )
 
 
-def policy_of(name: str, settings: RlSettings, seed: int) -> Policy:
-    """Returns the policy that learns what its settings ask for; the arguments are those of Policy."""
-    kind = Policy if settings.gkd is None else GkdPolicy
-    return kind(name, settings, seed)
+def policy_of(
+    name: str, settings: RlSettings, seed: int, kinds: Tuple[Type[Policy], Type[GkdPolicy]] = (Policy, GkdPolicy)
+) -> Policy:
+    """Returns the policy that learns what its settings ask for.
+
+    ``kinds`` are the classes of a policy without gkd and of one with it; the other arguments are those of Policy.
+    """
+    without, with_gkd = kinds
+    return (without if settings.gkd is None else with_gkd)(name, settings, seed)

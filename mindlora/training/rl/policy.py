@@ -98,7 +98,7 @@ class Policy:
     def of_rows(network: nn.Cell, settings: Sequence[RlSettings]) -> nn.Cell:
         """Returns the cell whose outputs the losses of all policies take, as for PolicyGraphs.
 
-        The model's loss is replaced in place. ``settings`` are those of each policy.
+        The model's loss is replaced in place. ``settings`` has the settings of each policy.
         """
         return row_log_probabilities(network, "rl", temperature=settings[0].temperature)
 

@@ -13,6 +13,7 @@ from mindlora.training.model.loss_in_pieces import set_differentiates
 from mindlora.training.preference.pynative import RowLogProbabilities, adapters_off
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.train_step import TrainStep
+from mindlora.training.rl.gkd_policy import policy_of
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
@@ -117,10 +118,8 @@ def pynative_policies(config: Mapping[str, Any]) -> Policies:
     of_adapters = settings_of(run)
     sampler, prompts = sampler_of(run)
     sampler["configuration"] = run.config
-    policies = []
-    for name, settings in of_adapters.items():
-        kind = PyNativePolicy if settings.gkd is None else PyNativeGkdPolicy
-        policies.append(kind(name, settings, sampler["seed"]))
+    kinds = (PyNativePolicy, PyNativeGkdPolicy)
+    policies = [policy_of(name, settings, sampler["seed"], kinds) for name, settings in of_adapters.items()]
     check_prompts(prompts, policies[0].settings)
     return Policies(policies, sampler)
 

@@ -72,12 +72,12 @@ def pynative_teacher(network: EvaluatedModel, path: Optional[str]) -> EvaluatedM
     Raises AdapterError as teacher_network does.
     """
     model = without_adapters(network.network)
-    teacher = EvaluatedModel(model, next(cell for _, cell in model.cells_and_names() if type(cell) is type(network.gpt)))
-    with plain_logits(teacher.gpt, hand_on), _no_grad():
+    gpt = next(cell for _, cell in model.cells_and_names() if type(cell) is type(network.gpt))
+    with plain_logits(gpt, hand_on), _no_grad():
         put_teacher(model, path)
-    # In training, it returns the inputs of its head; nothing of it trains.
+    # In training, it returns the inputs of its head.
     model.set_train()
-    return teacher
+    return EvaluatedModel(model, gpt)
 
 
 class PyNativeGkdPolicy(GkdPolicy):

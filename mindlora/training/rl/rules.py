@@ -109,7 +109,7 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
     if len({each.gkd is None for each in settings.values()}) > 1:
-        found = "Some adapters have gkd, and others do not, but one graph computes what all of them learn."
+        found = "Some adapters have gkd, and others do not, but the same is computed for all of them."
         yield error(KEY, found, "Write gkd for all of them, or for none; or use two runs.")
     elif len({each.best_metric for each in settings.values()}) > 1:
         found = "Some adapters have rewards, and others a teacher alone, so that no metric says which is best."
