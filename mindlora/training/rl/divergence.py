@@ -114,9 +114,11 @@ def row_divergences(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDive
     """
     head = head_in_pieces(network, IN_GRAPH_MODE)
     teacher = teacher_network(network, settings[0].teacher_adapter)
+    # Before the loss is replaced, by which the model is found.
+    teacher_b = b_of_head(with_loss(teacher))
     temperature = settings[0].temperature
     both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
-    return RowDivergences(*both, head, b_of_head(with_loss(teacher)), betas_of(settings))
+    return RowDivergences(*both, head, teacher_b, betas_of(settings))
 
 
 def head_in_pieces(network: nn.Cell, key: str) -> LossesOfHead:
