@@ -39,6 +39,8 @@ def write_inputs(folder):
     texts = ("the cat", "she sees", "a dog", "three bees")
     rows = [{"prompt": text, "answer": "e", "outputs": outputs} for text, outputs in zip(texts, OUTPUTS)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [{**row, "completion": " sees"} for row in rows]
+    (folder / "completed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 # Six steps of two prompts.
@@ -55,12 +57,18 @@ RL = {
     "max_disagreement": 1e-4,
     "structured_outputs": {"column": "outputs"},
 }
+# What changes in it for a run that learns a teacher's distribution.
+OF_GKD = {
+    **dict.fromkeys(("reward_funcs", "structured_outputs", "beta", "max_disagreement")),
+    **{"prompts": "completed.jsonl", "num_generations": 5, "temperature": 0.9},
+}
 
 
 def config_of(
     resume=False, base=None, model=(), pet=(), model_type="qwen3", rate=None, epochs=3, callbacks=(), changes=(), **rl
 ):
-    """Returns its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any."""
+    """Returns its YAML; ``model_type`` is "llama" or in mcore_networks.SIZES, ``base`` a file, if any; None takes a key
+    of RL out."""
     callbacks = [*callbacks, {"type": "LoraCheckpoint", "save_steps": 2, "keep_last": 9}]
     if model_type == "llama":
         config = tiny_runs.tiny_config("", epochs, callbacks)
@@ -74,7 +82,7 @@ def config_of(
     config["lr_schedule"].pop("lr_end", None)
     for node in ("train_dataset", "train_dataset_task"):
         del config[node]
-    config["runner_wrapper"]["rl"] = {**RL, **rl}
+    config["runner_wrapper"]["rl"] = {key: value for key, value in {**RL, **rl}.items() if value is not None}
     if base is not None:
         config.update(load_checkpoint=str(base), load_ckpt_format="safetensors")
     config["callbacks"][-1]["resume"] = resume

@@ -136,6 +136,14 @@ class StackedRoutedExperts(RoutedExperts):
         x = self.reshape(self.swiglu(x, -1), (-1, self.inner_size))
         return self.token_dispatcher.token_unpermutation(self.weight2(x, w2, a2, b2, groups, *of_second), context)
 
+    def plain_cell(self) -> RoutedExperts:
+        """Returns routed experts with the same weights, without the adapters, that can take another adapter."""
+        (holder,) = self._adopted
+        plain = RoutedExperts(holder, {leaf: ExpertWeight(holder, leaf) for leaf in LEAVES})
+        plain.token_dispatcher, plain.swiglu = self.token_dispatcher, self.swiglu
+        carry_settings(self, plain)
+        return plain
+
 
 def _of_tokens(*inputs: object) -> object:
     return inputs[0]

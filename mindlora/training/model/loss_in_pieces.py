@@ -108,12 +108,13 @@ def make_hand_on(head: nn.Cell, construct: Callable, with_adapter: Type[HandingH
 
 
 @contextlib.contextmanager
-def plain_logits(network: nn.Cell) -> Iterator[None]:
+def plain_logits(model: nn.Cell, hand_on: Callable[[nn.Cell], None]) -> Iterator[None]:
     """Within the block, a head of put_loss_in_pieces without an adapter is a linear cell and can take one.
+
+    ``model`` has the head, and ``hand_on`` turns it into a HandingHead again, in place.
 
     Raises ConfigError if the head gets an adapter that does not support computing logits in pieces.
     """
-    model = with_loss(network)
     handing = output_head(model)
     handing.__class__ = type(handing).__bases__[-1]
     yield
@@ -121,6 +122,11 @@ def plain_logits(network: nn.Cell) -> Iterator[None]:
     obstacle = obstacle_of_adapter(head)
     if obstacle:
         raise ConfigError(f"The output head {obstacle}, whose logits are made all at once. Use an adapter without it.")
+    hand_on(head)
+
+
+def hand_on_undivided(head: nn.Cell) -> None:
+    """Turns the undivided output head of a model in graph mode into a HandingHead, in place."""
     make_hand_on(head, _CONSTRUCTS[type(plain_head(head))])
 
 

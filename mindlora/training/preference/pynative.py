@@ -34,19 +34,10 @@ class RowLogProbabilities(EvaluatedInPieces):
         self.temperature = temperature
 
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        tokens, labels = input_ids[:, :-1], labels[:, 1:].reshape((-1,))
-        # The Trainer sets only the model's mode.
-        model = self.network.network
-        if model.training:
-            logits = model(input_ids=tokens, labels=tokens)
-        else:
-            logits, _, _ = self.network(tokens)
+        labels = labels[:, 1:].reshape((-1,))
+        logits = self.outputs(input_ids)
         if self.has_scores:
             return logits.reshape((-1,))
-        logits = logits.reshape((labels.shape[0], -1))
-        if self.temperature != 1:
-            # The head is linear in what it takes, so that this divides its logits too.
-            logits = logits / self.temperature
         if self.losses_of_head is not None:
             losses, _ = self.losses_of_head(logits, labels)
             return -losses
@@ -56,6 +47,19 @@ class RowLogProbabilities(EvaluatedInPieces):
         picked = ops.gather_elements(log_probabilities, 1, safe_labels.expand_dims(1)).squeeze(1)
         # Selected, not multiplied: values that do not count may be infinite.
         return ops.select(counted, picked, ops.zeros_like(picked))
+
+    def outputs(self, input_ids: Tensor) -> Tensor:
+        """Returns the model's logits, or its head's inputs, for all tokens but each row's last one: [rows * N, ...]."""
+        tokens = input_ids[:, :-1]
+        # The Trainer sets only the model's mode.
+        model = self.network.network
+        if model.training:
+            logits = model(input_ids=tokens, labels=tokens)
+        else:
+            logits, _, _ = self.network(tokens)
+        logits = logits.reshape((tokens.shape[0] * tokens.shape[1], -1))
+        # The head is linear in what it takes, so that this divides its logits too.
+        return logits if self.temperature == 1 else logits / self.temperature
 
 
 class BaseLogProbabilities(nn.Cell):

@@ -1,7 +1,7 @@
 """Replaces the output head and the loss of a PyNative Trainer's model by LabelLosses."""
 
 import contextlib
-from typing import Optional, Tuple, Union
+from typing import Callable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -52,17 +52,32 @@ class PynativeLossesOfHead(LossesOfHead):
 
     def construct(self, handed: Tensor, labels: Tensor) -> Tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if self.training else _no_grad():
-            numbers = labels.asnumpy()
-            counted = np.flatnonzero((numbers >= 0) & (numbers < self.weight.shape[0]))
-            if len(counted) in (0, len(numbers)):
-                return super().construct(handed, labels)
-            rows = ops.gather(handed, Tensor(counted, mstype.int32), 0)
-            losses, _ = super().construct(rows, Tensor(numbers[counted]))
-            # The index of each token's loss among the computed ones; other tokens get the 0 appended below.
-            places = np.full(len(numbers), len(counted), np.int32)
-            places[counted] = np.arange(len(counted))
-            losses = ops.concat((losses, ops.zeros((1,), mstype.float32)), 0)
-            return ops.gather(losses, Tensor(places), 0), labels
+            losses = of_counted(self._losses, (handed,), labels, self.weight.shape[0])
+        return losses, labels
+
+    def _losses(self, handed, labels):
+        return super().construct(handed, labels)[0]
+
+
+def of_counted(compute: Callable[..., Tensor], tensors: Sequence[Tensor], labels: Tensor, vocabulary: int) -> Tensor:
+    """Returns ``compute(*tensors, labels)``, float32 [tokens], computed for tokens with a label alone; 0 for others.
+
+    Args:
+        compute (callable): Computes a number for each token.
+        tensors (sequence of Tensor): [tokens, ...] each.
+        labels (Tensor): int32 [tokens]; a label in the vocabulary counts.
+        vocabulary (int): The size of the vocabulary.
+    """
+    numbers = labels.asnumpy()
+    counted = np.flatnonzero((numbers >= 0) & (numbers < vocabulary))
+    if len(counted) in (0, len(numbers)):
+        return compute(*tensors, labels)
+    chosen = Tensor(counted, mstype.int32)
+    values = compute(*(ops.gather(tensor, chosen, 0) for tensor in tensors), Tensor(numbers[counted]))
+    # The index of each token's value among the computed ones; other tokens get the 0 appended below.
+    places = np.full(len(numbers), len(counted), np.int32)
+    places[counted] = np.arange(len(counted))
+    return ops.gather(ops.concat((values, ops.zeros((1,), mstype.float32)), 0), Tensor(places), 0)
 
 
 class LossesOfLabels(nn.Cell):
@@ -109,6 +124,11 @@ def put_loss_in_pieces(network: nn.Cell, setting: Union[bool, int], processes: i
     model.loss._cells.update(log_softmax=nn.Identity(), nll_loss=losses)
     # MindFormers computes the loss of logits in this many parts.
     model.chunk_loss_num = 1
+    hand_on(head)
+
+
+def hand_on(head: nn.Cell) -> None:
+    """Turns the output head of a PyNative model into a HandingHead, in place."""
     make_hand_on(head, _linear, HandingPynativeLoRA)
 
 

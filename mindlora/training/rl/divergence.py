@@ -1,6 +1,6 @@
 """The divergence of a policy from a teacher in the same process, over the vocabulary; the teacher's network."""
 
-from typing import Dict, Optional
+from typing import Dict, Optional, Sequence
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -9,16 +9,24 @@ from mindspore.common import dtype as mstype
 from mindlora.core.errors import AdapterError, ConfigError
 from mindlora.files.adapters import files
 from mindlora.files.adapters.dialects.peft_config import Extras
+from mindlora.models.label_losses import IN_GRAPH_MODE
 from mindlora.models.names import TRANSIENT
-from mindlora.network.cells.cell import LoRACell
+from mindlora.network.cells.cell import LoRACell, ReplacingCell
 from mindlora.network.cells.divergences import HeadDivergences
 from mindlora.network.cells.low_rank import TrainedRead
+from mindlora.network.cells.routed_experts import StackedRoutedExperts
 from mindlora.network.repeated_layers import compile_layers_once, mark_reference
 from mindlora.network.save_load import load_lora
 from mindlora.network.tree import copy_cells, lora_cells, replace_children
 from mindlora.training.model.held_weights import hold_weights, release_weights
 from mindlora.training.model.log_probabilities import RowLogProbabilities, row_head_inputs
-from mindlora.training.model.loss_in_pieces import LossesOfHead, losses_of_head, output_head, plain_logits
+from mindlora.training.model.loss_in_pieces import (
+    LossesOfHead,
+    hand_on_undivided,
+    losses_of_head,
+    output_head,
+    plain_logits,
+)
 from mindlora.training.model.network import innermost, with_loss
 from mindlora.training.model.pet import MindloraModel
 from mindlora.training.rl.settings import RlSettings
@@ -27,11 +35,13 @@ from mindlora.training.rl.settings import RlSettings
 class RowDivergences(nn.Cell):
     """The divergence at each token that precedes a label; in training, like RowLogProbabilities.
 
+    The rows are equal parts, each with its own divergence: one part for each adapter, or one for all rows.
+
     Args:
         policy, teacher (RowLogProbabilities): The inputs of both heads, from row_head_inputs.
         head (LossesOfHead): The policy's head; the teacher's has the same weight.
         teacher_b (Parameter or None): B of the adapter on the teacher's head.
-        beta (float): As for HeadDivergences.
+        betas (sequence of float): As for HeadDivergences, of each part, in the order of the rows.
 
     Inputs:
         - **input_ids**, **labels** (Tensor) - int32 [rows, N + 1].
@@ -46,14 +56,16 @@ class RowDivergences(nn.Cell):
         teacher: RowLogProbabilities,
         head: LossesOfHead,
         teacher_b: Optional[Parameter],
-        beta: float,
+        betas: Sequence[float],
     ):
         super().__init__(auto_prefix=False)
         self.policy = policy
         self.teacher = teacher
         losses = head.losses
         frozen = losses.head if losses.holds else None
-        self.divergences = HeadDivergences(losses.dtype, beta, head.b is not None, losses.piece, frozen)
+        self.divergences = nn.CellList(
+            [HeadDivergences(losses.dtype, beta, head.b is not None, losses.piece, frozen) for beta in betas]
+        )
         self.trained = TrainedRead(losses.dtype)
         self.channels = head.weight.shape[1]
         # Replaces an adapter's product if a head has no adapter.
@@ -64,6 +76,20 @@ class RowDivergences(nn.Cell):
     def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         policy = self.policy(input_ids, labels)
         teacher = ops.stop_gradient(self.teacher(input_ids, labels))
+        labels = labels[:, 1:].reshape((-1,))
+        size = labels.shape[0] // len(self.divergences)
+        parts = ()
+        for number, compute in enumerate(self.divergences):
+            begin, end = number * size, (number + 1) * size
+            rows, taught = policy[begin:end], teacher[begin:end]
+            if number > 0:
+                # One part at a time, or the logits of pieces of several parts would be in memory.
+                rows, taught = ops.depend(rows, parts[-1]), ops.depend(taught, parts[-1])
+            parts += (self._of_part(compute, rows, taught, labels[begin:end]),)
+        return ops.concat(parts, 0)
+
+    def _of_part(self, compute, policy, teacher, labels):
+        """Returns the divergences of one part, from the inputs of both heads."""
         low_rank, teacher_low_rank = ops.zeros_like(policy[:, :1]), ops.zeros_like(teacher[:, :1])
         b = teacher_b = self.nothing
         if self.b is not None:
@@ -72,61 +98,103 @@ class RowDivergences(nn.Cell):
             teacher_low_rank, teacher_b = teacher[:, self.channels :], self.teacher_b
         student = (policy[:, : self.channels], low_rank, self.weight, b)
         taught = (teacher[:, : self.channels], teacher_low_rank, teacher_b)
-        return self.divergences(*student, *taught, labels[:, 1:].reshape((-1,)))
+        return compute(*student, *taught, labels)
 
 
-def row_divergences(network: nn.Cell, settings: RlSettings) -> RowDivergences:
+def row_divergences(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDivergences:
     """Returns the divergence of a MindFormers model from rl's teacher. The model's loss is replaced in place.
+
+    Args:
+        network (nn.Cell): The model, or a cell around it, with one adapter or several.
+        settings (sequence of RlSettings): The settings of each adapter, which have one teacher and one temperature.
 
     Raises:
         ConfigError: The model makes the logits of all tokens at once.
         AdapterError: The teacher is an adapter that cannot be used.
     """
+    head = head_in_pieces(network, IN_GRAPH_MODE)
+    teacher = teacher_network(network, settings[0].teacher_adapter)
+    # Before the loss is replaced, by which the model is found.
+    teacher_b = b_of_head(with_loss(teacher))
+    temperature = settings[0].temperature
+    both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
+    return RowDivergences(*both, head, teacher_b, betas_of(settings))
+
+
+def head_in_pieces(network: nn.Cell, key: str) -> LossesOfHead:
+    """Returns the LossesOfHead of a network.
+
+    Raises ConfigError if there are none, as the logits of all tokens are made at once. ``key`` is the YAML's key of
+    loss_in_pieces.
+    """
     head = losses_of_head(network)
     if head is None:
         raise ConfigError(
             "rl.gkd compares the whole vocabulary for some tokens at a time, and the logits of all tokens are made at "
-            "once: see the log for the reason. Leave runner_wrapper.loss_in_pieces as it is, with plain LoRA or none "
-            "on the output head; or remove gkd."
+            f"once: see the log for the reason. Leave {key} as it is, with plain LoRA or none on the output head (none "
+            "in a run with several adapters); or remove gkd."
         )
-    teacher = teacher_network(network, settings.teacher_adapter)
-    head_of_teacher = output_head(with_loss(teacher))
-    b = head_of_teacher.mindpet_delta_lora_b if isinstance(head_of_teacher, LoRACell) else None
-    temperature = settings.temperature
-    both = row_head_inputs(network, temperature), row_head_inputs(teacher, temperature)
-    return RowDivergences(*both, head, b, settings.gkd.beta)
+    return head
+
+
+def b_of_head(model: nn.Cell) -> Optional[Parameter]:
+    """Returns B of the adapter on a teacher's output head, or None if it has none."""
+    head = output_head(model)
+    return head.mindpet_delta_lora_b if isinstance(head, LoRACell) else None
+
+
+def betas_of(settings: Sequence[RlSettings]) -> Sequence[float]:
+    """Returns ``betas`` of RowDivergences: one for each adapter, or one for all of them if they do not differ."""
+    betas = [each.gkd.beta for each in settings]
+    return betas[:1] if len(set(betas)) == 1 else betas
 
 
 def teacher_network(network: nn.Cell, path: Optional[str]) -> nn.Cell:
     """Returns a network without adapters on the base's parameters of a network in training.
 
     Args:
-        network (nn.Cell): A network with LoRA cells that has gone through put_loss_in_pieces.
+        network (nn.Cell): A network with one adapter or several that has gone through put_loss_in_pieces.
         path (str): The adapter to put on instead. Default: None, none. Its base is not compared, since the base's
             values are loaded later.
 
     Raises:
         AdapterError: The adapter does not match the network, or has more than adapters of linear cells.
     """
-    teacher, copies = copy_cells(network)
-    replacements: Dict[int, nn.Cell] = {}
-    for _, cell in lora_cells(network):
-        copied = copies[id(cell)]
-        replacements[id(copied)] = copied.plain_cell()
-    replace_children(teacher, replacements)
+    teacher = without_adapters(network)
     wrapper = innermost(teacher, lambda cell: isinstance(cell, MindloraModel))
-    with plain_logits(teacher):
+    with plain_logits(with_loss(teacher), hand_on_undivided):
         release_weights(teacher)
-        if path is not None:
-            _check_teacher(path)
-            load_lora(wrapper.network, path, on_base_mismatch="ignore")
-            for _, cell in lora_cells(teacher):
-                _freeze(cell)
+        put_teacher(wrapper.network, path)
         hold_weights(teacher, wrapper.config.pet_config.product_dtype)
     compile_layers_once(teacher)
     mark_reference(teacher)
     teacher.set_train(network.training)
     return teacher
+
+
+def without_adapters(network: nn.Cell) -> nn.Cell:
+    """Returns a copy of a network's cells on the same base, without its adapters."""
+    copied_network, copies = copy_cells(network)
+    replacements: Dict[int, nn.Cell] = {}
+    for _, cell in network.cells_and_names():
+        if isinstance(cell, (ReplacingCell, StackedRoutedExperts)):
+            copied = copies[id(cell)]
+            replacements[id(copied)] = copied.plain_cell()
+    replace_children(copied_network, replacements)
+    return copied_network
+
+
+def put_teacher(network: nn.Cell, path: Optional[str]) -> None:
+    """Puts the teacher's adapter, if it has one, on a network of without_adapters; it does not train.
+
+    Raises AdapterError as teacher_network does.
+    """
+    if path is None:
+        return
+    _check_teacher(path)
+    load_lora(network, path, on_base_mismatch="ignore")
+    for _, cell in lora_cells(network):
+        _freeze(cell)
 
 
 def _check_teacher(path: str) -> None:

@@ -1,6 +1,6 @@
 """Generalized knowledge distillation: a policy that learns its teacher's complete distribution."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type
 
 import numpy as np
 from mindspore import nn
@@ -10,6 +10,7 @@ from mindlora.training.rl.policy import Experience, Policy, best_and_worst
 from mindlora.training.rl.policy_loss import answer_measures, counted
 from mindlora.training.rl.prompts import Prompt
 from mindlora.training.rl.rollouts import TEACHER, Answers, Question, Rollouts, joined
+from mindlora.training.rl.settings import RlSettings
 
 # Distinguishes this draw from others with the seed and a step's number.
 _OWN, _TEACHER = 1, 2
@@ -35,9 +36,10 @@ class GkdPolicy(Policy):
     # The number of rows of the last step, this process's first ones, that the policy sampled.
     sampled = 0
 
-    def of_rows(self, network: nn.Cell) -> RowDivergences:
+    @staticmethod
+    def of_rows(network: nn.Cell, settings: Sequence[RlSettings]) -> RowDivergences:
         """Returns the cell that computes the divergences of rows' tokens."""
-        return row_divergences(network, self.settings)
+        return row_divergences(network, settings)
 
     def questions(self, number: int) -> List[Question]:
         """Returns the questions of a step for the policy and for the teacher."""
@@ -105,3 +107,14 @@ class GkdPolicy(Policy):
             _Rows([rows[index] for index in own], int(before.sum())),
             _Rows([rows[index] for index in others], int((~before).sum())),
         )
+
+
+def policy_of(
+    name: str, settings: RlSettings, seed: int, kinds: Tuple[Type[Policy], Type[GkdPolicy]] = (Policy, GkdPolicy)
+) -> Policy:
+    """Returns the policy that learns what its settings ask for.
+
+    ``kinds`` are the classes of a policy without gkd and of one with it; the other arguments are those of Policy.
+    """
+    without, with_gkd = kinds
+    return (without if settings.gkd is None else with_gkd)(name, settings, seed)

@@ -83,8 +83,8 @@ class Policies:
         """
         self._networks, self._refresh = list(networks), refresh
         settings = [policy.settings for policy in self._policies]
-        # All policies compute the numbers for labels in the same way.
-        of_rows = self._policies[0].of_rows
+        # All policies are of one kind.
+        of_rows = functools.partial(self._policies[0].of_rows, settings=settings)
         has_reference = any(each.beta for each in settings)
         self.graphs = graphs(network, weights, len(self), self._sampler["rows"], of_rows, has_reference)
         return self.graphs

@@ -94,9 +94,13 @@ class Policy:
         self.held_out_rewards: Optional[np.ndarray] = None
         self.loss = self.tokens = 0.0
 
-    def of_rows(self, network: nn.Cell) -> nn.Cell:
-        """Returns the cell whose outputs the loss takes, as for PolicyGraphs; the model's loss is replaced in place."""
-        return row_log_probabilities(network, "rl", temperature=self.settings.temperature)
+    @staticmethod
+    def of_rows(network: nn.Cell, settings: Sequence[RlSettings]) -> nn.Cell:
+        """Returns the cell whose outputs the losses of all policies take, as for PolicyGraphs.
+
+        The model's loss is replaced in place. ``settings`` has the settings of each policy.
+        """
+        return row_log_probabilities(network, "rl", temperature=settings[0].temperature)
 
     def questions(self, number: int) -> List[Question]:
         """Returns this process's questions of a step of the data."""

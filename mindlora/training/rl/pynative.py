@@ -1,7 +1,7 @@
 """Learning from rewards under MindFormers' PyNative Trainer: the step, and what computes gradients without a graph."""
 
 import contextlib
-from typing import Any, Mapping, Tuple
+from typing import Any, Mapping, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -13,12 +13,15 @@ from mindlora.training.model.loss_in_pieces import set_differentiates
 from mindlora.training.preference.pynative import RowLogProbabilities, adapters_off
 from mindlora.training.pynative.evaluation import EvaluatedModel
 from mindlora.training.pynative.train_step import TrainStep
+from mindlora.training.rl.gkd_policy import policy_of
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
 from mindlora.training.rl.preparation import sampler_of
+from mindlora.training.rl.pynative_divergence import PyNativeGkdPolicy
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 from mindlora.training.rl.rules import check_prompts, settings_of
+from mindlora.training.rl.settings import RlSettings
 from mindlora.training.step.packing import McorePositions, mask_positions
 
 
@@ -99,10 +102,11 @@ class PyNativePolicyGraphs(PolicyGraphs):
 class PyNativePolicy(Policy):
     """Policy of a PyNative model."""
 
-    def of_rows(self, network: EvaluatedModel) -> RowLogProbabilities:
+    @staticmethod
+    def of_rows(network: EvaluatedModel, settings: Sequence[RlSettings]) -> RowLogProbabilities:
         """Returns the input of the loss; in training, the model returns logits from then on."""
         network.gpt.return_logits = True
-        return RowLogProbabilities(network, False, self.settings.temperature)
+        return RowLogProbabilities(network, False, settings[0].temperature)
 
 
 def pynative_policies(config: Mapping[str, Any]) -> Policies:
@@ -114,7 +118,8 @@ def pynative_policies(config: Mapping[str, Any]) -> Policies:
     of_adapters = settings_of(run)
     sampler, prompts = sampler_of(run)
     sampler["configuration"] = run.config
-    policies = [PyNativePolicy(name, settings, sampler["seed"]) for name, settings in of_adapters.items()]
+    kinds = (PyNativePolicy, PyNativeGkdPolicy)
+    policies = [policy_of(name, settings, sampler["seed"], kinds) for name, settings in of_adapters.items()]
     check_prompts(prompts, policies[0].settings)
     return Policies(policies, sampler)
 

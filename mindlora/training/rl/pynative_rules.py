@@ -55,7 +55,11 @@ def as_in_graph_mode(config: Mapping[str, Any]) -> YamlRun:
             "context": {**(config.get("context") or {}), "mode": 0},
             "model": {"model_config": {**model, "pet_config": {"pet_type": "lora", **pet_config}}},
             "checkpoint": config.get("checkpoint") or {},
-            "runner_wrapper": {"type": WRAPPER, **{key: config.get(key) for key in (AT_THE_TOP, "preference")}},
+            "runner_wrapper": {
+                "type": WRAPPER,
+                "loss_in_pieces": (config.get("pet_config") or {}).get("loss_in_pieces", True),
+                **{key: config.get(key) for key in (AT_THE_TOP, "preference")},
+            },
             "runner_config": {"batch_size": training.get("local_batch_size", 1)},
             "callbacks": list(config.get("callbacks") or []),
         }
@@ -84,9 +88,6 @@ def check_pynative_rl(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _check_pynative(config: Mapping[str, Any], run: YamlRun) -> Iterator[Finding]:
     here = "under MindFormers' PyNative Trainer"
-    if run.rl.get("gkd") is not None:
-        found = f"rl has gkd, and the whole distribution of a teacher is learned in graph mode alone, not {here}."
-        yield error("rl.gkd", found, "Remove gkd, or write a YAML of graph mode.")
     if run.lora is not None and not run.lora.variant.is_plain:
         found = f"The adapter is of {run.lora.variant.name}, and rl samples with plain LoRA {here}."
         yield error("pet_config", found, "Leave its keys out.")

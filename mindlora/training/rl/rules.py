@@ -58,15 +58,9 @@ def _settings_of(run: YamlRun, adapter: TrainedAdapter) -> RlSettings:
                 f"into {KEY}, or use two runs."
             )
     try:
-        settings = rl_settings(rl_of(run.rl, adapter))
+        return rl_settings(rl_of(run.rl, adapter))
     except ConfigError as refusal:
         raise ConfigError(f"{adapter.name}: {refusal}") from refusal
-    if settings.gkd is not None:
-        raise ConfigError(
-            "rl has gkd and pet_config has adapters, but the divergence from a teacher is that of the model's only "
-            "head and adapter. Train one adapter at a time, or remove gkd."
-        )
-    return settings
 
 
 def check_rl(run: YamlRun) -> Iterator[Finding]:
@@ -114,7 +108,10 @@ def check_rl(run: YamlRun) -> Iterator[Finding]:
         )
     if run.preference is not None:
         yield error(KEY, "runner_wrapper has rl and preference, and a run learns from one of them.", "Remove one.")
-    if len({each.best_metric for each in settings.values()}) > 1:
+    if len({each.gkd is None for each in settings.values()}) > 1:
+        found = "Some adapters have gkd, and others do not, but the same is computed for all of them."
+        yield error(KEY, found, "Write gkd for all of them, or for none; or use two runs.")
+    elif len({each.best_metric for each in settings.values()}) > 1:
         found = "Some adapters have rewards, and others a teacher alone, so that no metric says which is best."
         yield error(KEY, found, "Name reward_funcs for all of them, or for none.")
     yield from _check_adapter(run)

@@ -8,10 +8,9 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.training.model.network import base_of
-from mindlora.training.rl.gkd_policy import GkdPolicy
+from mindlora.training.rl.gkd_policy import policy_of
 from mindlora.training.rl.gradients import GivenGradients
 from mindlora.training.rl.policies import Policies
-from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 
@@ -43,9 +42,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
     number = 0
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, rl: Mapping, sampler: Mapping, **kwargs: Any):
-        settings = rl_settings(rl)
-        kind = Policy if settings.gkd is None else GkdPolicy
-        self.policies = Policies([kind("", settings, sampler["seed"])], sampler)
+        self.policies = Policies([policy_of("", rl_settings(rl), sampler["seed"])], sampler)
         super().__init__(network, optimizer, **kwargs)
         self.counts_tokens = False
 

@@ -8,8 +8,8 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.training.model.network import innermost
+from mindlora.training.rl.gkd_policy import policy_of
 from mindlora.training.rl.policies import Policies
-from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.several.stack import pull
 from mindlora.training.several.train_step import StackedAdamW, StackedStep, UpdatesOfAdapters
@@ -59,7 +59,7 @@ class StackedRlTrainOneStepCell(UpdatesOfPolicies, StackedStep):
     ):
         super().__init__(network, optimizer, **kwargs)
         seed = sampler["seed"]
-        self.policies = Policies([Policy(each["name"], rl_settings(each["rl"]), seed) for each in adapters], sampler)
+        self.policies = Policies([policy_of(each["name"], rl_settings(each["rl"]), seed) for each in adapters], sampler)
         stack = innermost(network, lambda cell: hasattr(cell, "stack")).stack
         self.graphs = self.policies.train(
             network, self.weights, stack.networks, lambda number: pull(stack.slices(number))

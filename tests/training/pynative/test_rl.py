@@ -24,6 +24,7 @@ EMPTY = {
     "max_completion_length": 1,
 }
 TAUGHT = {"reward_funcs": None, "structured_outputs": None, "beta": 0.0}
+GENERALIZED = {**rl_runs.OF_GKD, "teacher": "grpo/lora/step_6", "gkd": {"beta": 0.3}}
 
 
 def configuration(folder, name, pet=PET, steps=STEPS, resume=None, rounds=False, callbacks=(), **rl):
@@ -65,6 +66,8 @@ def folder(tmp_path_factory):
 def messages(folder):
     """Name of a run -> what refused it, or None."""
     adapters = [{"name": "one"}, {"name": "two", "seed": 8, "rl": {"seed": 6, "algorithm": "rloo"}}]
+    gkd = {"beta": 1, "lmbda": 0.6, "seq_kd": True}
+    generalized = [{"name": "one"}, {"name": "two", "seed": 8, "rl": {"seed": 6, "gkd": gkd}}]
     guarded = [{"type": "TrainingGuard", "spike": 3.0}, {"type": "AdapterHealth", "every_steps": 1}]
     first = {
         # What MindFormers casts is cast until another run has changed that.
@@ -79,6 +82,10 @@ def messages(folder):
         "nf4": {"steps": 2, "pet": {**PET, "quantize_base": "nf4"}},
         "several": {"steps": 4, "pet": {**PET, "adapters": adapters}},
         "taught": {"steps": 2, **TAUGHT, "teacher": str(folder / "grpo" / "lora" / "step_6")},
+        "generalized": GENERALIZED,
+        "both_generalized": {**GENERALIZED, "steps": 4, "pet": {**PET, "adapters": generalized}},
+        "nf4_generalized": {**GENERALIZED, "teacher": "base", "steps": 2, "pet": {**PET, "quantize_base": "nf4"}},
+        "whole": {**GENERALIZED, "pet": {**PET, "loss_in_pieces": False}},
         "forgets": {"reward_funcs": "rewards.py:forgets"},
         "too_many": {"prompts_per_step": 5},
     }
@@ -97,14 +104,19 @@ def measured(folder, name):
 @pytest.fixture(scope="module")
 def in_graph_mode(folder):
     """The output folder of the run grpo in graph mode."""
+    return ran_in_graph_mode(folder, "graph")
+
+
+def ran_in_graph_mode(folder, name, **rl):
+    """Runs it in graph mode, and returns its output folder."""
     result, output = rl_runs.start(
         folder,
-        "graph",
+        name,
         base=folder / "base" / BASE_FILE,
         model={"num_hidden_layers": QWEN3["num_hidden_layers"]},
         pet={**PET, "target_modules": ".*linear_(qkv|proj|fc1|fc2)"},
         rate=RATE,
-        **SEED,
+        **{**SEED, **rl},
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return output
@@ -123,12 +135,17 @@ def test_it_learns_what_graph_mode_learns(folder, messages, in_graph_mode):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=name)
     kl = measured(folder / "grpo", "kl")
     assert kl[0] == 0 and kl[-1] > 0.1
+    have_the_same_adapters(folder / "grpo", in_graph_mode)
+
+
+def have_the_same_adapters(found, in_graph_mode):
+    """Asserts that the adapters of a run of the Trainer are those of one in graph mode."""
     for step in (2, 4, 6):
-        found = load_file(folder / "grpo" / "lora" / f"step_{step}" / "adapter_model.safetensors")
+        arrays = load_file(found / "lora" / f"step_{step}" / "adapter_model.safetensors")
         expected = load_file(in_graph_mode / "lora_checkpoint" / f"step_{step}" / "adapter_model.safetensors")
-        assert found.keys() == expected.keys()
+        assert arrays.keys() == expected.keys()
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, atol=1e-4, err_msg=f"step {step}: {name}")
+            np.testing.assert_allclose(arrays[name], array, atol=1e-4, err_msg=f"step {step}: {name}")
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "nf4", "several/one", "several/two", "taught"])
@@ -185,9 +202,36 @@ def test_a_teacher_is_learned_from(folder, messages):
     assert len(divergences) == 2 and not len(measured(folder / "taught", "reward"))
 
 
+def test_the_distribution_of_a_teacher_is_learned_as_in_graph_mode(folder, messages):
+    assert messages["generalized"] is None
+    output = ran_in_graph_mode(folder, "graph_generalized", **GENERALIZED)
+    for name, count in {"loss": STEPS, "held_out_teacher/divergence": STEPS // 2}.items():
+        found, expected = (measured(each, name) for each in (folder / "generalized", output))
+        assert len(found) == count and found.min() > 1e-3, name
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
+    have_the_same_adapters(folder / "generalized", output)
+
+
+def test_an_adapter_learns_it_beside_another_too(folder, messages):
+    assert messages["both_generalized"] is None
+    for name, steps in {"loss": 4, "held_out_teacher/divergence": 2}.items():
+        found = measured(folder / "both_generalized" / "one", name)
+        np.testing.assert_allclose(found, measured(folder / "generalized", name)[:steps], atol=1e-6, err_msg=name)
+    own, other = (measured(folder / "both_generalized" / name, "loss") for name in ("one", "two"))
+    assert not np.array_equal(own, other)
+
+
+def test_a_base_in_4_bits_is_the_teacher_of_a_new_adapter_on_it(folder, messages):
+    """Both compute the same until the first update."""
+    assert messages["nf4_generalized"] is None
+    first, second = measured(folder / "nf4_generalized", "loss")
+    assert first < 1e-6 < second
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
+        ("whole", "pet_config.loss_in_pieces is False, and rl.gkd compares the whole vocabulary"),
         ("forgets", "forgets: it returned 1 rewards for 14 completions"),
         ("too_many", "prompts.jsonl has 4 prompts, and rl.prompts_per_step is 5"),
     ],

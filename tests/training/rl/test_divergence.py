@@ -99,7 +99,7 @@ def test_divergences_are_those_of_the_logits_and_gradients_theirs(case, graph_mo
 
     assert put_loss_in_pieces(policy, 5, True)
     named = "base" if of_teacher is None else str(tmp_path / "teacher")
-    rows = row_divergences(policy, rl_settings({"teacher": named, "temperature": TEMPERATURE, "gkd": {"beta": beta}}))
+    rows = row_divergences(policy, [rl_settings({"teacher": named, "temperature": TEMPERATURE, "gkd": {"beta": beta}})])
     rows.set_train(True)
     graph = PolicyGradients(rows, tuple(policy.trainable_params()))
     counted = labels[:, 1:] != -100
@@ -138,4 +138,4 @@ def test_the_base_stays_one_and_the_teachers_parameters_do_not_train(graph_mode,
 def test_logits_that_are_made_at_once_are_refused(graph_mode):
     network = filled(qwen3(lora_rank=2, lora_alpha=4, target_modules=".*qkv"), 1)
     with pytest.raises(ConfigError, match="rl.gkd compares the whole vocabulary for some tokens at a time, and"):
-        row_divergences(network, rl_settings({"teacher": "base", "gkd": {}}))
+        row_divergences(network, [rl_settings({"teacher": "base", "gkd": {}})])

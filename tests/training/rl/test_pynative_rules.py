@@ -6,6 +6,7 @@ from mindlora.run.checks.pynative import check_pynative
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 
 RL = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "max_completion_length": 8, "tokenizer": "model"}
+TAUGHT = {**{key: RL[key] for key in RL if key != "reward_funcs"}, "teacher": "base", "gkd": {"lmbda": 1}}
 MODEL = {
     "model_type": "qwen3",
     "architectures": "Qwen3ForCausalLM",
@@ -54,6 +55,8 @@ def test_a_yaml_without_faults():
     assert found(config()) == []
     assert found(config({**RL, "beta": 0.1, "algorithm": "rloo"}, pet_config={"quantize_base": "nf4"})) == []
     assert found(config({**RL, "num_iterations": 4})) == []
+    assert found(config(TAUGHT)) == []
+    assert found(several({}, {"rl": {"gkd": {"beta": 1, "lmbda": 1}}}, rl=TAUGHT)) == []
     assert found(several({"rl": {"seed": 3}}, {"seed": 2})) == []
     without = config()
     del without["train_dataset"], without["rl"]
@@ -79,17 +82,9 @@ def test_a_yaml_without_faults():
         ),
         (config({**RL, "tokenizer": None}), "rl.tokenizer", "Name its folder"),
         (
-            config(
-                {
-                    "prompts": "prompts.jsonl",
-                    "teacher": "base",
-                    "tokenizer": "model",
-                    "max_completion_length": 8,
-                    "gkd": {"lmbda": 1},
-                }
-            ),
-            "rl.gkd",
-            "learned in graph mode alone",
+            config(TAUGHT, pet_config={"loss_in_pieces": False}),
+            "pet_config.loss_in_pieces",
+            "pet_config.loss_in_pieces is False, and rl.gkd compares",
         ),
         (config(model={"num_experts": 4}), "model.num_experts", "routed experts"),
         (

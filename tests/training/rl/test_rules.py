@@ -57,6 +57,7 @@ def test_a_yaml_without_faults():
     experts = {"model_type": "qwen3_moe", "num_experts": 4}
     assert found(config(use_legacy=False, model=experts)) == []
     assert found(several({}, {"seed": 3, "algorithm": "rloo", "beta": 0.1})) == []
+    assert found(several({}, {"gkd": {"beta": 0, "seq_kd": True}}, rl={**TAUGHT, "gkd": {"lmbda": 1}})) == []
     without = {key: RL[key] for key in RL if key != "reward_funcs"}
     assert found(several({"reward_funcs": "numeric_answer"}, {"reward_funcs": "exact_answer"}, rl=without)) == []
     assert found(config({}, run_mode="predict")) == []
@@ -134,7 +135,7 @@ def test_a_yaml_without_faults():
         (several({}, {}, rl="rewards.py:short"), KEY, "rl is 'rewards.py:short', but it must be a node"),
         (several({}, {"temperature": 2}), KEY, "rl of the adapter adapter_2 has temperature, .* computed at once"),
         (several({}, {"prompts": "held_out.jsonl"}), KEY, "adapter_2 has prompts, in which adapters cannot differ"),
-        (several({}, {}, rl={**TAUGHT, "gkd": {}}), KEY, "rl has gkd and pet_config has adapters, .* remove gkd"),
+        (several({"gkd": {"lmbda": 1}}, {}, rl=TAUGHT), KEY, "Some adapters have gkd, and others do not, .* for none"),
         (several({"reward_funcs": "numeric_answer"}, {}, rl=TAUGHT), KEY, "Some adapters have rewards, and others"),
         (
             several({}, {"max_completion_length": 40}),

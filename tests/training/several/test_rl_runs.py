@@ -1,5 +1,6 @@
 """Several adapters that learn from rewards in one run: each learns what it learns alone."""
 
+import functools
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ from safetensors.numpy import load_file
 
 from mindlora.training.report.history import read_history
 from tests.support import rl_runs, tiny_runs
-from tests.support.rl_runs import start
+from tests.support.rl_runs import OF_GKD, start
 from tests.support.what_runs import shows
 
 STEPS = 6
@@ -89,6 +90,11 @@ def is_same(found, expected):
     np.testing.assert_allclose(*kl, rtol=0, atol=1e-6)
     differences = histories[0].series("agreement/max")[1]
     assert len(differences) == STEPS and 0 < differences.max() < 1e-4
+    are_same_adapters(found, expected)
+
+
+def are_same_adapters(found, expected):
+    """Asserts that two output folders have adapters that are the same but for rounding, the best one of one step."""
     for step in range(2, STEPS + 1, 2):
         states = [
             load_file(output / "lora_checkpoint" / f"step_{step}" / "adapter_model.safetensors")
@@ -131,26 +137,74 @@ TAUGHT = {
     "first": {"seed": 1, "rl": {"seed": 1}},
     "second": {"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3, "rl": {"seed": 2, "num_generations": 5}},
 }
-EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
+EXPERTS = {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}
+ON_EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
+OF_TAUGHT = {
+    # A teacher beside the rewards, and a base in 16 bits.
+    "taught": ({"model": {"params_dtype": "bfloat16"}, "teacher": "base", "structured_outputs": None}, {}),
+    "experts": (EXPERTS, ON_EXPERTS),
+}
+
+
+@pytest.fixture(scope="module")
+def taught(library, folder):
+    """A function: the output folder of a run of OF_TAUGHT, and its keys."""
+
+    @functools.lru_cache(maxsize=None)
+    def made(name):
+        keys, pet = OF_TAUGHT[name]
+        keys = {**keys, "reward_funcs": "several.py:share_of_t"}
+        return run(folder, name, pet={**pet, "adapters": nodes(TAUGHT)}, **keys), keys
+
+    return made
 
 
 @shows("several", "qwen3")
 @shows("several", "qwen3_moe")
 @shows("rl", "qwen3_moe")
-@pytest.mark.parametrize(
-    "name, keys, pet",
-    [
-        # A teacher beside the rewards, and a base in 16 bits.
-        ("taught", {"model": {"params_dtype": "bfloat16"}, "teacher": "base", "structured_outputs": None}, {}),
-        ("experts", {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}, EXPERTS),
-    ],
-)
-def test_an_adapter_does_so_with_a_teacher_and_on_experts(library, folder, name, keys, pet):
-    keys = {**keys, "reward_funcs": "several.py:share_of_t"}
-    output = run(folder, name, pet={**pet, "adapters": nodes(TAUGHT)}, **keys)
-    own = {**TAUGHT["second"], **pet}
+@pytest.mark.parametrize("name", list(OF_TAUGHT))
+def test_an_adapter_does_so_with_a_teacher_and_on_experts(folder, taught, name):
+    output, keys = taught(name)
+    own = {**TAUGHT["second"], **OF_TAUGHT[name][1]}
     rl, rate = own.pop("rl"), own.pop("learning_rate")
     is_same(output / "second", run(folder, f"{name}_alone", pet=own, rate=rate, **{**keys, **rl}))
+
+
+# Adapters that learn a teacher's distribution: one from completions of the data, one from answers of its teacher.
+GENERALIZED = {
+    "first": {"seed": 1, "rl": {"seed": 1, "gkd": {"beta": 0.3}}},
+    "second": {
+        **{"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3},
+        "rl": {"seed": 2, "num_generations": 4, "gkd": {"beta": 1, "lmbda": 0.6, "seq_kd": True}},
+    },
+}
+
+
+def learns_the_same_distribution(folder, output, name, keys, pet=()):
+    """Asserts that an adapter of GENERALIZED has learned in ``output`` what it learns alone."""
+    own = {**GENERALIZED[name], **dict(pet)}
+    rl, rate = own.pop("rl"), own.pop("learning_rate", None)
+    by_itself = run(folder, f"{output.name}_{name}", pet=own, rate=rate, **{**keys, **rl})
+    histories = [read_history(str(each)) for each in (output / name, by_itself)]
+    for series, count in {"loss": STEPS, "held_out_teacher/divergence": STEPS // 2}.items():
+        values = [history.series(series)[1] for history in histories]
+        assert len(values[0]) == count and values[0].all(), series
+        np.testing.assert_allclose(*values, rtol=0, atol=1e-6, err_msg=series)
+    are_same_adapters(output / name, by_itself)
+
+
+def test_an_adapter_does_so_with_the_whole_distribution_of_another(folder, both):
+    keys = {**OF_GKD, "teacher": str(both / "first" / "lora_checkpoint" / "step_6")}
+    output = run(folder, "generalized", pet={"adapters": nodes(GENERALIZED)}, **keys)
+    for name in GENERALIZED:
+        learns_the_same_distribution(folder, output, name, keys)
+
+
+def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(folder, taught):
+    teacher, _ = taught("experts")
+    keys = {**OF_GKD, **EXPERTS, "teacher": str(teacher / "first" / "lora_checkpoint" / "step_6")}
+    output = run(folder, "generalized_experts", pet={**ON_EXPERTS, "adapters": nodes(GENERALIZED)}, **keys)
+    learns_the_same_distribution(folder, output, "second", keys, ON_EXPERTS)
 
 
 STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
