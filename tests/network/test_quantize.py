@@ -167,10 +167,10 @@ def test_what_is_quantized_does_not_train():
         freeze_base(model, LoraConfig(**FIELDS, freeze_exclude=["*wv.weight"]))
     model = plain()
     quantize_base(model)
-    for fields, name in (({"use_dora": True}, "use_dora"), ({"lora_init": "olora"}, "lora_init 'olora'")):
+    for init in ("pissa", "olora"):
         refused_unchanged(
             model,
             UnsupportedCellError,
-            part(f"model.layers.{{0..1}}.feed_forward.w1: {name} is not supported on quantized weights"),
-            lambda fields=fields: apply_lora(model, LoraConfig(**FIELDS, **fields)),
+            part(f"model.layers.{{0..1}}.feed_forward.w1: lora_init {init!r} is not supported on quantized weights"),
+            lambda init=init: apply_lora(model, LoraConfig(**FIELDS, lora_init=init)),
         )
