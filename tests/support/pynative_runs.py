@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.files.base.convert import convert_base
+from mindlora.training.report.history import read_history
 from tests.conftest import ROOT
 from tests.support import forked, mcore_checkpoints, tiny_runs
 from tests.support.mcore_networks import TINY
@@ -199,6 +200,15 @@ def environment():
 def losses(output):
     """Returns the losses of a run, in order."""
     return json.loads((output / "losses.json").read_text(encoding="utf-8"))
+
+
+def samples_before_and_after(output, prompts, steps):
+    """Asserts that SampleAnswers has answers to the prompts before the run and after it, which differ."""
+    before, after = read_history(str(output)).answers
+    assert (before["step"], after["step"]) == (0, steps)
+    for moment in (before, after):
+        assert [pair["prompt"] for pair in moment["answers"]] == prompts
+    assert before["answers"] != after["answers"]
 
 
 def trained(output):

@@ -2,7 +2,6 @@
 
 from typing import Optional, Tuple
 
-import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from mindlora.core.errors import UnsupportedCellError
@@ -10,13 +9,13 @@ from mindlora.models.description import SHARDED_EMBEDDING
 from mindlora.models.lora_config import LoraConfig
 from mindlora.network.cells.cell import InitialDraws, refuse_own_forward, refuse_unsupported
 from mindlora.network.cells.embedding import LoRAEmbedding, pynative_embedding_types
-from mindlora.network.pynative.linear import is_divided, local, names_of, on_linear, set_value
+from mindlora.network.pynative.linear import AllocatedLater, is_divided, local, names_of, on_linear
 
 # What MindFormers' VocabEmbedding keeps besides its weight.
 _OF_EMBEDDING = ("num_embeddings", "embedding_dim", "index_select", "init_method")
 
 
-class LoRAPyNativeEmbedding(LoRAEmbedding):
+class LoRAPyNativeEmbedding(AllocatedLater, LoRAEmbedding):
     """The embedding of a PyNative model with a low-rank update: y = W[ids] + ((A^T)[ids] * scale) B^T.
 
     A tied output head gets the table without the update. The cell is an instance of MindFormers' VocabEmbedding too.
@@ -65,19 +64,10 @@ class LoRAPyNativeEmbedding(LoRAEmbedding):
         self.config = config
 
     def _add_adapter(self, config, shared):
-        if not self.weight.is_meta:
+        if self.weight.is_meta:
+            self._add_unallocated_parts(config)
+        else:
             super()._add_adapter(config, shared)
-            return
-        dtype = getattr(ms, config.param_init_type)
-        with ms.DeviceCtx("meta"):
-            shapes = self.part_shapes(self, config.lora_rank)
-            self._add_parts({part: mint.empty(shape, dtype=dtype) for part, shape in shapes.items()})
-
-    def _add_parts(self, values):
-        there = self.parts()
-        super()._add_parts({part: value for part, value in values.items() if part not in there})
-        for part in values.keys() & there.keys():
-            set_value(there[part], values[part])
 
     def reset_parameter(self) -> None:
         """Sets all parameters that MindFormers has allocated to their initial values."""

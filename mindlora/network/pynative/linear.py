@@ -106,7 +106,26 @@ class PyNativeBase(LinearBase):
         return composed_low_rank(dropout_rate, "a cell that may be sharded takes MindSpore's operators alone")
 
 
-class _OnPyNativeLinear(LoRADense):
+class AllocatedLater(LoRACell):
+    """Mixin of the adapters on cells that MindFormers builds without values; it comes before the class of the adapter.
+
+    Parts that exist already get their initial values in place.
+    """
+
+    def _add_unallocated_parts(self, config):
+        dtype = getattr(ms, config.param_init_type)
+        shapes = self.part_shapes(self, config.lora_rank)
+        with ms.DeviceCtx("meta"):
+            self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
+
+    def _add_parts(self, values):
+        there = self.parts()
+        super()._add_parts({part: value for part, value in values.items() if part not in there})
+        for part in values.keys() & there.keys():
+            set_value(there[part], values[part])
+
+
+class _OnPyNativeLinear(AllocatedLater, LoRADense):
     """Mixin of the adapters on MindFormers' Linear; it comes before the class of the adapter.
 
     The names of all parts end like those that MindFormers recognizes as an adapter's. If lora_init changes the base,
@@ -136,10 +155,8 @@ class _OnPyNativeLinear(LoRADense):
 
     def _add_adapter(self, config, shared):
         if self.weight.is_meta:
-            dtype = getattr(ms, config.param_init_type)
-            shapes = self.part_shapes(self, config.lora_rank)
+            self._add_unallocated_parts(config)
             with ms.DeviceCtx("meta"):
-                self._add_parts({part: mint.empty(shapes[part], dtype=dtype) for part in self.parameter_names})
                 self._add_initial_pair(config)
         else:
             super()._add_adapter(config, shared)
@@ -173,12 +190,6 @@ class _OnPyNativeLinear(LoRADense):
         """Returns the parameters of parts(), and those of the initial pair."""
         initial = [getattr(self, name) for name in PYNATIVE_INITIAL.values() if hasattr(self, name)]
         return *super().lora_parameters(), *initial
-
-    def _add_parts(self, values):
-        there = self.parts()
-        super()._add_parts({part: value for part, value in values.items() if part not in there})
-        for part in values.keys() & there.keys():
-            set_value(there[part], values[part])
 
     def reset_parameter(self) -> None:
         """Sets all parameters to their initial values, where MindFormers has made room for them."""

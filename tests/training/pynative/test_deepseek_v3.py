@@ -14,7 +14,6 @@ from mindlora.data.mindrecord import write_mindrecord
 from mindlora.files.base.convert import convert_base
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.run.checks.data_rows import BOUNDARY
-from mindlora.training.report.history import read_history
 from tests.support import pynative_runs, tiny_runs
 from tests.support.pynative_runs import IGNORED, LORA, LORA_WITH_EXPERTS, only_with_pynative_trainer
 from tests.support.what_runs import shows
@@ -29,6 +28,7 @@ MODEL = {
     **{"bos_token_id": BEGIN, "eos_token_id": 3},
 }
 FROZEN = {"type": "ConstantWarmUpLR", "learning_rate": 0.0, "warmup_steps": 0}
+FAST = {**FROZEN, "learning_rate": 0.5}
 # Each of these has a form for PEFT on cells that are not joined.
 NOT_JOINED = {**LORA, "target_modules": r"linear_(proj|fc2)$"}
 BUDGET = {"use_adalora": True, "target_r": 2, "tinit": 0, "tfinal": 1, "deltaT": 1}
@@ -145,7 +145,8 @@ def messages(folder):
         "preferences": {"data": "pairs", "preference": DPO, "lora_config": LORA_WITH_EXPERTS, "measured": 1},
         "guarded": {"more_callbacks": [{"type": "TrainingGuard"}, health, spoiled], "measured": 1},
         "forgetting": {"more_callbacks": [FORGETTING]},
-        "answers": {"more_callbacks": [answers], "model": {**MODEL, "vocab_size": TOKENS}},
+        # Fast enough that the answers change.
+        "answers": {"more_callbacks": [answers], "model": {**MODEL, "vocab_size": TOKENS}, "lr_scheduler": FAST},
     }
     found = {}
     for group in (merged, runs):
@@ -266,7 +267,4 @@ def test_forgetting_is_the_difference_of_two_held_out_losses_on_the_texts_of_the
 @shown("answers")
 def test_answers_before_and_after_are_in_the_report(folder, messages):
     assert messages["answers"] is None
-    before, after = read_history(str(folder / "answers")).answers
-    assert (before["step"], after["step"]) == (0, STEPS)
-    for moment in (before, after):
-        assert [pair["prompt"] for pair in moment["answers"]] == PROMPTS
+    pynative_runs.samples_before_and_after(folder / "answers", PROMPTS, STEPS)

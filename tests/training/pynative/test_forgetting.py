@@ -159,11 +159,7 @@ def test_or_goes_on_more_slowly_and_resumes_so(folder, messages):
 @shows("answers", "qwen3", trainer="pynative")
 def test_answers_before_and_after_are_in_the_report(folder, messages):
     assert messages["answers"] is None
-    before, after = read_history(str(folder / "answers")).answers
-    assert (before["step"], after["step"]) == (0, STEPS)
-    for moment in (before, after):
-        assert [pair["prompt"] for pair in moment["answers"]] == PROMPTS
-    assert before["answers"] != after["answers"]
+    pynative_runs.samples_before_and_after(folder / "answers", PROMPTS, STEPS)
 
 
 @pytest.mark.parametrize(
