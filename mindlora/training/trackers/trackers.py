@@ -4,7 +4,7 @@ import atexit
 import os
 import threading
 import time
-from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Sequence, Type, Union
+from typing import Any, Callable, ClassVar, Dict, List, Mapping, Optional, Sequence, Union
 
 from mindformers.tools.utils import get_real_rank
 from mindspore import Callback
@@ -17,16 +17,11 @@ from mindlora.training.callbacks.common import register
 from mindlora.training.log import logger
 from mindlora.training.report.history import HistoryReader
 from mindlora.training.report.run_report import REPORT_NAME, RunReport
-from mindlora.training.trackers.mlflow import MLflow
 from mindlora.training.trackers.rules import check_settings
-from mindlora.training.trackers.swanlab import SwanLab
-from mindlora.training.trackers.tensorboard import TensorBoard
-from mindlora.training.trackers.tracker import TrackedRun, Tracker, measured
-from mindlora.training.trackers.wandb import WandB
+from mindlora.training.trackers.tracker import TRACKERS, TrackedRun, Tracker, measured
 
 # The file of the trackers' ids of the run, beside metrics.jsonl: a resumed run continues the same runs.
 FILE_NAME = "trackers.json"
-TRACKERS: Dict[str, Type[Tracker]] = {"tensorboard": TensorBoard, "swanlab": SwanLab, "wandb": WandB, "mlflow": MLflow}
 # Seconds until a record that could not be sent is retried.
 RETRY_AFTER = 60.0
 _DESCRIPTION = ("configuration", "data", "versions", "machine", "total_steps")

@@ -9,7 +9,7 @@ from mindlora.core.errors import ConfigError
 from mindlora.run.checks.examine import check_settings as check_settings_of_run
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.trackers.rules import NAMES, check_pynative_trackers, check_settings, tracker_names
-from mindlora.training.trackers.trackers import TRACKERS
+from mindlora.training.trackers.tracker import TRACKERS
 
 REFUSED = [
     ({"report_to": "tensorbord"}, "'tensorbord'.* Did you mean 'tensorboard'.* mlflow, swanlab, tensorboard, wandb"),

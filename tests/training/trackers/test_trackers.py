@@ -18,8 +18,8 @@ from mindlora.training.callbacks.registry import LoraCheckpoint, RunReport, Trac
 from mindlora.training.report.history import read_history
 from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.trackers import trackers
-from mindlora.training.trackers.tracker import Tracker
-from mindlora.training.trackers.trackers import TRACKERS, Sender
+from mindlora.training.trackers.tracker import TRACKERS, Tracker
+from mindlora.training.trackers.trackers import Sender
 from tests.support.event_files import hyperparameters_of, scalars_of, texts_of
 from tests.support.histories import health
 from tests.support.scripted_runs import Report, StopAt, train
