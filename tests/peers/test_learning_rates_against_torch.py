@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.training.callbacks.reduce_on_plateau import PlateauRate
-from mindlora.training.callbacks.warm_up import warm_up_factor
+from mindlora.training.callbacks.learning_rate import PlateauRate, warm_up_factor
 
 RATE = 0.3
 

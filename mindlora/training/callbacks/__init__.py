@@ -1,1 +1,1 @@
-"""Callbacks that do not belong to a single feature, one per file; registry.py has all those that a YAML can name."""
+"""Callbacks that do not belong to a single feature; registry.py has all those that a YAML can name."""

@@ -3,19 +3,13 @@
 from mindformers.tools.register import MindFormerConfig
 
 from mindlora.training.adalora.callback import RankBudget
-from mindlora.training.callbacks.adapter_slices import AdapterSlices
-from mindlora.training.callbacks.base_check import BaseCheck
-from mindlora.training.callbacks.base_weights import BaseWeights
-from mindlora.training.callbacks.early_stopping import EarlyStopping
 from mindlora.training.callbacks.empty_steps import EmptySteps
-from mindlora.training.callbacks.graceful_stop import GracefulStop
-from mindlora.training.callbacks.gradient_norm_rate import GradientNormRate
+from mindlora.training.callbacks.initial_weights import AdapterSlices, BaseCheck, BaseWeights, LoraInitialization
+from mindlora.training.callbacks.learning_rate import GradientNormRate, ReduceOnPlateau, WarmUp
 from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
-from mindlora.training.callbacks.lora_initialization import LoraInitialization
 from mindlora.training.callbacks.progress_bar import ProgressBar
-from mindlora.training.callbacks.reduce_on_plateau import ReduceOnPlateau
 from mindlora.training.callbacks.sample_answers import SampleAnswers
-from mindlora.training.callbacks.warm_up import WarmUp
+from mindlora.training.callbacks.stopping import EarlyStopping, GracefulStop
 from mindlora.training.exchange.exchange_check import ExchangeCheck
 from mindlora.training.forgetting import Forgetting, ForgettingBudget
 from mindlora.training.health.adapter_health import AdapterHealth

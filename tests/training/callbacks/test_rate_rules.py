@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.callbacks.gradient_norm_rate import GradientNormFactor
-from mindlora.training.callbacks.reduce_on_plateau import PlateauRate
-from mindlora.training.callbacks.warm_up import warm_up_factor
+from mindlora.training.callbacks.learning_rate import GradientNormFactor, PlateauRate, warm_up_factor
 
 
 def test_warm_up_rises_in_a_line():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.callbacks.early_stopping import EarlyStop
+from mindlora.training.callbacks.stopping import EarlyStop
 from mindlora.training.health.training_guard import RunGuard, Snapshots
 
 STEPS = 1500

@@ -219,7 +219,7 @@ def test_all_ranks_stop_where_one_was_asked_to():
 
 
 def test_a_rank_that_is_asked_tells_the_others_before_its_next_step(monkeypatch):
-    monkeypatch.setattr("mindlora.training.callbacks.graceful_stop.rank_count", lambda: 2)
+    monkeypatch.setattr("mindlora.training.callbacks.stopping.rank_count", lambda: 2)
     step, _, error = play([Signal(signal.SIGTERM, 3), GracefulStop()], [1.0] * 6)
     # The others hear of it in the exchange of a step, so not before this one has begun.
     assert step.number == 3 and isinstance(error, RunStopped)
@@ -240,7 +240,7 @@ def test_without_a_checkpoint_the_message_says_that_nothing_was_saved():
 @pytest.mark.parametrize("seconds, ends_at_once", [(0.2, False), (1.5, True)])
 def test_a_second_signal_ends_the_run_at_once_unless_it_is_the_same_request(monkeypatch, seconds, ends_at_once):
     clock = iter([10.0, 10.0 + seconds])
-    monkeypatch.setattr("mindlora.training.callbacks.graceful_stop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mindlora.training.callbacks.stopping.time.monotonic", lambda: next(clock))
     _, _, error = play_interrupted([GracefulStop(), Signal(signal.SIGINT, 3), Signal(signal.SIGINT, 3)])
     assert isinstance(error, KeyboardInterrupt if ends_at_once else RunStopped)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -142,13 +142,13 @@ def test_mindspore_cuts_an_adapter_that_was_loaded_whole_as_scatter_cuts_it(semi
 
 def begin(model, path, rank, monkeypatch, layouts=None):
     """Begins a run with AdapterSlices on one of four ranks."""
-    from mindlora.training.callbacks import adapter_slices
+    from mindlora.training.callbacks import initial_weights
 
-    monkeypatch.setattr(adapter_slices, "get_real_rank", lambda: rank)
+    monkeypatch.setattr(initial_weights, "get_real_rank", lambda: rank)
     network = types.SimpleNamespace(parameter_layout_dict=ROWS if layouts is None else layouts)
-    monkeypatch.setattr(adapter_slices, "base_of", lambda _: model)
+    monkeypatch.setattr(initial_weights, "base_of", lambda _: model)
     params = types.SimpleNamespace(train_network=network)
-    adapter_slices.AdapterSlices(path).on_train_begin(types.SimpleNamespace(original_args=lambda: params))
+    initial_weights.AdapterSlices(path).on_train_begin(types.SimpleNamespace(original_args=lambda: params))
 
 
 def set_slices(model, rows=3):

@@ -1,4 +1,4 @@
-"""AdapterSlices: starts a sharded run from an adapter that mindlora adapter scatter has cut for its ranks."""
+"""Callbacks that load, compare and initialize what a run begins with: the base, and the adapters on it."""
 
 import os
 from typing import Dict
@@ -13,12 +13,73 @@ from mindlora.core.text import listed
 from mindlora.files.adapters import metadata as adapter_metadata
 from mindlora.files.adapters.sharding import gather
 from mindlora.models import names
+from mindlora.network.initialize import initialize_adapters
+from mindlora.network.load_base import load_base
 from mindlora.network.tensors import to_tensor
 from mindlora.network.tree import lora_cells
 from mindlora.training.callbacks.common import register
+from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
 from mindlora.training.log import logger
-from mindlora.training.model.network import base_of
+from mindlora.training.model.network import base_of, check_loaded_base
 from mindlora.training.resume import sharded_adapter
+
+
+@register
+class BaseWeights(Callback):
+    """Loads load_checkpoint instead of MindFormers, which holds the complete file beside the network while it loads.
+
+    mindlora-run adds it where plugin.launching.base_loading takes over loading the base. A tensor that the checkpoint
+    lacks is an error here; MindFormers would initialize it at random.
+
+    Args:
+        path (str): The base, as for load_base.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Loads the base, and initializes everything else: the adapter and the optimizer's states."""
+        network = run_context.original_args().train_network
+        for note in load_base(base_of(network), self.path):
+            logger.info("%s: %s", self.path, note)
+        network.init_parameters_data()
+        # When the Trainer called set_train, there was no base yet from which to compute DoRA's magnitudes.
+        for _, cell in lora_cells(base_of(network)):
+            cell.prepare()
+
+
+@register
+class BaseCheck(Callback):
+    """Compares the base that pet_config.adapter_path was trained on with the one that MindFormers has loaded.
+
+    mindlora-run adds it to a training or evaluation run with adapter_path; LoraCheckpoint makes the same comparison.
+    (In a prediction run, the network compares the bases before its first answer.)
+    """
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Compares the two bases before the first step; raises BaseMismatchError if on_base_mismatch says so."""
+        check_loaded_base(run_context.original_args().train_network)
+
+    def on_eval_begin(self, run_context: RunContext) -> None:
+        """Compares the two bases before the first batch, as on_train_begin does."""
+        check_loaded_base(run_context.original_args().network)
+
+
+@register
+class LoraInitialization(Callback):
+    """Initializes adapters whose lora_init is computed from the base (pissa, olora, mica), once the base is loaded.
+
+    LoraCheckpoint does this too, so only a run without it needs this callback. mindlora-run adds it automatically.
+    """
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Initializes the adapters."""
+        params = run_context.original_args()
+        # LoraCheckpoint resumes the run or initializes the adapters itself.
+        if not any(isinstance(callback, LoraCheckpoint) for callback in params.list_callback):
+            initialize_adapters(base_of(params.train_network))
 
 
 @register
