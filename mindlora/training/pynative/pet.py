@@ -36,7 +36,7 @@ from mindlora.training.pynative.checkpoints import check_loaded, check_quantizat
 from mindlora.training.pynative.initialization import configuration_of, mark_saved_modules, remember
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
-from mindlora.training.rl.pynative_preparation import check_processes, prepare_pynative_rl, with_steps_of_rl
+from mindlora.training.rl.pynative import check_processes, prepare_pynative_rl, with_steps_of_rl
 from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
 from mindlora.training.several.pynative_data import with_data_of_adapters
 from mindlora.training.step.lora_plus_groups import fast_parameters

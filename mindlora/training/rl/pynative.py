@@ -1,7 +1,8 @@
 """Learning from rewards under MindFormers' PyNative Trainer: the step, and what computes gradients without a graph."""
 
 import contextlib
-from typing import Any, Mapping, Sequence, Tuple
+import functools
+from typing import Any, Callable, Mapping, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -9,20 +10,37 @@ from mindspore import Parameter, Tensor, nn
 from mindspore.graph.api import _no_grad
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.model.loss_in_pieces import set_differentiates
+from mindlora.core.mindformers_version import require_mindformers
+from mindlora.models.label_losses import IN_PYNATIVE
+from mindlora.network.pynative.linear import local
+from mindlora.training.model.loss_in_pieces import plain_logits, set_differentiates
 from mindlora.training.preference.pynative import RowLogProbabilities, adapters_off
 from mindlora.training.pynative.evaluation import EvaluatedModel
+from mindlora.training.pynative.loss_in_pieces import hand_on, of_counted
 from mindlora.training.pynative.train_step import TrainStep
-from mindlora.training.rl.gkd_policy import policy_of
+from mindlora.training.rl.callback import RlReport
+from mindlora.training.rl.gkd import (
+    GkdPolicy,
+    RowDivergences,
+    b_of_head,
+    betas_of,
+    head_in_pieces,
+    policy_of,
+    put_teacher,
+    without_adapters,
+)
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
-from mindlora.training.rl.preparation import sampler_of
-from mindlora.training.rl.pynative_divergence import PyNativeGkdPolicy
+from mindlora.training.rl.preparation import RlSteps, best_of, sampler_of
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 from mindlora.training.rl.rules import check_prompts, settings_of
 from mindlora.training.rl.settings import RlSettings
+from mindlora.training.run_configuration import plain
 from mindlora.training.step.packing import McorePositions, mask_positions
+
+require_mindformers("2.0")
+from mindformers.pynative.config.config import CallbackConfig  # noqa: E402
 
 
 class PyNativeGradients(nn.Cell):
@@ -167,3 +185,112 @@ class RlStep(TrainStep):
         """Records the step."""
         super().end(loss, norm, skipped)
         self.record = self.record._replace(measures=self.policies[0].measures, loss_falls=False)
+
+
+# The divergence from a teacher, and the teacher's network
+
+
+class RowHeadInputs(RowLogProbabilities):
+    """The head's inputs where it predicts the labels, in training, as those of row_head_inputs."""
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.outputs(input_ids)
+
+
+class TeacherHeadInputs(RowHeadInputs):
+    """RowHeadInputs without a gradient."""
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        with _no_grad():
+            return self.outputs(input_ids)
+
+
+class PyNativeRowDivergences(RowDivergences):
+    """RowDivergences of a model that no graph is made of, without tokens that have no label."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The head's weight, which hyper_parallel may hold."""
+        return local(self.__dict__["weight"])
+
+    def _of_part(self, compute: Callable[..., Tensor], policy: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
+        def of_rows(*rows: Tensor) -> Tensor:
+            return super(PyNativeRowDivergences, self)._of_part(compute, *rows)
+
+        return of_counted(of_rows, (policy, teacher), labels, self.weight.shape[0])
+
+
+def pynative_row_divergences(network: EvaluatedModel, settings: Sequence[RlSettings]) -> PyNativeRowDivergences:
+    """Returns the divergence of a PyNative model from rl's teacher; as row_divergences.
+
+    In training, the model returns its head's inputs from then on.
+    """
+    head = head_in_pieces(network, IN_PYNATIVE)
+    network.gpt.return_logits = True
+    teacher = pynative_teacher(network, settings[0].teacher_adapter)
+    temperature = settings[0].temperature
+    inputs = RowHeadInputs(network, False, temperature), TeacherHeadInputs(teacher, False, temperature)
+    return PyNativeRowDivergences(*inputs, head, b_of_head(teacher.gpt), betas_of(settings))
+
+
+def pynative_teacher(network: EvaluatedModel, path: Optional[str]) -> EvaluatedModel:
+    """Returns a network without adapters on the base of a PyNative model, or with the one at ``path``.
+
+    Raises AdapterError as teacher_network does.
+    """
+    model = without_adapters(network.network)
+    gpt = next(cell for _, cell in model.cells_and_names() if type(cell) is type(network.gpt))
+    with plain_logits(gpt, hand_on), _no_grad():
+        put_teacher(model, path)
+    # In training, it returns the inputs of its head.
+    model.set_train()
+    return EvaluatedModel(model, gpt)
+
+
+class PyNativeGkdPolicy(GkdPolicy):
+    """GkdPolicy of a PyNative model."""
+
+    @staticmethod
+    def of_rows(network: EvaluatedModel, settings: Sequence[RlSettings]) -> nn.Cell:
+        """Returns the cell that computes the divergences of rows' tokens."""
+        return pynative_row_divergences(network, settings)
+
+
+# What the YAML of a run becomes
+
+
+def check_processes(settings: Any, processes: int) -> None:
+    """Raises ConfigError if the YAML of a Trainer has ``rl`` and the run has several processes."""
+    if getattr(settings, "rl", None) is not None and processes > 1:
+        raise ConfigError(
+            f"The YAML has rl, and a run learns from rewards in one process, but this one has {processes}. Start one."
+        )
+
+
+def prepare_pynative_rl(settings: Any) -> None:
+    """Completes the configuration of a Trainer whose YAML has ``rl`` and no mistakes, in place."""
+    if getattr(settings, "rl", None) is None:
+        return
+    # Adapters that learn side by side have the same metric.
+    first = next(iter(settings_of(as_in_graph_mode(plain(settings.to_dict()))).values()))
+    for callback in settings.callbacks:
+        if callback.type == "LoraCheckpoint" and not hasattr(callback, "best_metric"):
+            for name, value in best_of(first).items():
+                setattr(callback, name, value)
+    settings.callbacks = [*settings.callbacks, CallbackConfig.from_dict({"type": RlReport.__name__})]
+
+
+def with_steps_of_rl(build_dataset: Callable, current_trainer: Callable) -> Callable:
+    """Returns MindFormers' function that builds a dataset, which then has the numbers of steps if the YAML has ``rl``.
+
+    ``current_trainer`` returns the Trainer that calls it.
+    """
+
+    @functools.wraps(build_dataset)
+    def build(config: Any, *arguments: Any, **keywords: Any) -> Any:
+        settings = current_trainer().config
+        if getattr(settings, "rl", None) is None or config is not settings.train_dataset:
+            return build_dataset(config, *arguments, **keywords)
+        return RlSteps(config, settings.training.steps)
+
+    return build

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, fields
-from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import (
@@ -18,10 +18,87 @@ from mindlora.core.fields import (
     whole_numbers,
 )
 from mindlora.core.text import suggestion
-from mindlora.training.rl.gkd import gkd_settings
 from mindlora.training.rl.reward_functions import PythonFunction, Reward, reward_of
-from mindlora.training.rl.structured_outputs import check_structured_outputs
 from mindlora.training.rl.teacher import BASE, ServedTeacher, teacher_of
+
+# vLLM's keys; exactly one of them defines the constraint.
+OUTPUT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# The key that names a column of the prompts' rows, each with such a node.
+OUTPUT_COLUMN = "column"
+OUTPUT_ADVICE = (
+    "Write one of {json: schema.json}, {json_object: True}, {regex: '[a-z]+'}, {choice: [yes, no]} and {grammar: ...}"
+)
+
+
+def check_structured_outputs(node: Any) -> None:
+    """Raises ConfigError unless rl.structured_outputs is a node with one key that constrains answers."""
+    problem = output_problem(node, (*OUTPUT_KINDS, OUTPUT_COLUMN))
+    if problem:
+        raise ConfigError(f"rl.structured_outputs {problem}. {OUTPUT_ADVICE}, or {{column: NAME}}.")
+    if OUTPUT_COLUMN in node and (not isinstance(node[OUTPUT_COLUMN], str) or not node[OUTPUT_COLUMN]):
+        raise ConfigError(f"rl.structured_outputs: column is {node[OUTPUT_COLUMN]!r}. Write the name of a column.")
+
+
+def output_problem(node: Any, kinds: Sequence[str]) -> str:
+    """Returns the fault of a node that must have one of these keys, or ""."""
+    if not isinstance(node, Mapping):
+        return f"is {node!r}"
+    unknown = next((key for key in node if key not in kinds), None)
+    if unknown is not None:
+        return f"has no key {unknown!r}.{suggestion(str(unknown), list(kinds)).rstrip('.')}"
+    return "" if len(node) == 1 else f"has {len(node)} keys"
+
+
+_SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
+# The field of the prompts' file with an answer that the policy learns instead of its own.
+COMPLETION = "completion"
+
+
+@dataclass(frozen=True)
+class GkdSettings:
+    """Settings of generalized knowledge distillation, with the names, meanings and defaults of TRL's GKDConfig.
+
+    Args:
+        beta (float): The divergence to learn: 0 is KL(teacher || policy), 1 is KL(policy || teacher), values in between
+            are the generalized Jensen-Shannon divergence (see HeadDivergences). Default: 0.5.
+        lmbda (float): The share of rows that the policy answers itself. Default: 0.5.
+        seq_kd (bool): Whether the teacher answers the other rows; otherwise, they have the data's completions.
+            Default: False.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    Source: Agarwal et al., On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes, 2024.
+    """
+
+    beta: float = 0.5
+    lmbda: float = 0.5
+    seq_kd: bool = False
+
+    def __post_init__(self):
+        for name in ("beta", "lmbda"):
+            check_number(getattr(self, name), f"rl.gkd.{name}", _SHARE)
+        check_flag(self.seq_kd, "rl.gkd.seq_kd")
+
+    @property
+    def reads_completions(self) -> bool:
+        """Whether some rows have the data's completions."""
+        return self.lmbda < 1 and not self.seq_kd
+
+
+def gkd_settings(node: Any) -> GkdSettings:
+    """Returns the settings of the node rl.gkd.
+
+    Raises ConfigError if it is not a node, a key is unknown, or a value is out of range.
+    """
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"rl.gkd is {node!r}, but it must be a node, such as {{beta: 0.5, lmbda: 1.0}}.")
+    keys = [field.name for field in fields(GkdSettings)]
+    for key in node:
+        if key not in keys:
+            raise ConfigError(f"rl.gkd has no key {key!r}.{suggestion(str(key), keys)}")
+    return GkdSettings(**node)
+
 
 # The values of each key with a fixed set of values, the default first.
 CHOICES: Dict[str, Tuple[str, ...]] = {
@@ -96,7 +173,7 @@ class RlSettings:
         top_k (int): Number of tokens to sample from. Default: 0, all.
         stop (list of str): Texts that end an answer, as the end token does. Default: none.
         structured_outputs (mapping): The constraint on answers, for the run or from a column, as for
-            mindlora.training.rl.answer_constraints. Default: None, any text.
+            mindlora.training.rl.prompts. Default: None, any text.
         tools (list of str, or one): Functions of Python files that answers to messages may call, path/to/file.py:NAME;
             here a tuple of PythonFunction. Default: none.
         max_tool_calling_iterations (int): Number of an answer's turns whose calls are executed. Default: None, all.

@@ -8,9 +8,9 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.training.model.network import base_of
-from mindlora.training.rl.gkd_policy import policy_of
-from mindlora.training.rl.gradients import GivenGradients
+from mindlora.training.rl.gkd import policy_of
 from mindlora.training.rl.policies import Policies
+from mindlora.training.rl.policy_graphs import GivenGradients
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.step.train_step import LoraTrainOneStepCell, StepRecord
 

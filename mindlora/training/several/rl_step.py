@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 from mindspore.common import dtype as mstype
 
 from mindlora.training.model.network import innermost
-from mindlora.training.rl.gkd_policy import policy_of
+from mindlora.training.rl.gkd import policy_of
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.several.stack import pull

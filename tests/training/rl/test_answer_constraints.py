@@ -7,8 +7,7 @@ import pytest
 
 from mindlora.core.errors import ConfigError, DataError, RequestError
 from mindlora.serving.constraints import ConstraintError
-from mindlora.training.rl.answer_constraints import AnswerConstraints
-from mindlora.training.rl.prompts import prompts_of_run
+from mindlora.training.rl.prompts import AnswerConstraints, prompts_of_run
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.rl.tools import Tools
 from tests.support.chat_templates import HERMES_TOOLS, OPENING, THINKING, chat_tokenizer

@@ -11,8 +11,8 @@ from mindlora.core.errors import ConfigError
 from mindlora.network.save_load import save_lora
 from mindlora.training.launch import hooks  # noqa: F401
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
-from mindlora.training.rl.divergence import row_divergences, teacher_network
-from mindlora.training.rl.gradients import PolicyGradients
+from mindlora.training.rl.gkd import row_divergences, teacher_network
+from mindlora.training.rl.policy_graphs import PolicyGradients
 from mindlora.training.rl.settings import rl_settings
 from tests.support import tiny_runs
 from tests.support.divergences import divergences

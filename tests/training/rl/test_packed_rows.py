@@ -8,8 +8,7 @@ from mindspore.common import dtype as mstype
 from mindlora.training.model.cpu_cells import use_cpu_cells
 from mindlora.training.model.log_probabilities import row_log_probabilities
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
-from mindlora.training.rl.gradients import PolicyGradients
-from mindlora.training.rl.packed_rows import pack_rows, single_rows
+from mindlora.training.rl.policy_graphs import PolicyGradients, pack_rows, single_rows
 from mindlora.training.rl.policy_loss import policy_loss
 from mindlora.training.rl.settings import rl_settings
 from mindlora.training.step.packing import install_positions

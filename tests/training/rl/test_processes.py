@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from mindlora.training.rl.gkd_policy import GkdPolicy
-from mindlora.training.rl.policy import Policy
-from mindlora.training.rl.processes import Processes
+from mindlora.training.rl.gkd import GkdPolicy
+from mindlora.training.rl.policy import Policy, Processes
 from mindlora.training.rl.prompts import Prompt
 from mindlora.training.rl.settings import rl_settings
 
