@@ -118,7 +118,7 @@ def _config_of_yaml(path: str) -> Tuple[Dict[str, Any], bool]:
 def _model_type(architecture: Any, model_config: Mapping[str, Any]) -> Optional[str]:
     """Returns the model_type of a config.json; None if it is unknown."""
     from mindlora.models.architectures.llama import LLAMA
-    from mindlora.models.architectures.qwen2 import QWEN2
+    from mindlora.models.architectures.qwen import QWEN2
 
     if isinstance(model_config.get("model_type"), str):
         return str(model_config["model_type"])

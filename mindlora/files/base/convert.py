@@ -19,8 +19,7 @@ from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE
 from mindlora.models.architectures.llama import LLAMA
 from mindlora.models.architectures.mcore_sizes import decoder_sizes
-from mindlora.models.architectures.qwen3 import QWEN3
-from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
+from mindlora.models.architectures.qwen import QWEN3, QWEN3_MOE
 from mindlora.models.architectures.registry import by_hugging_face_type
 
 TARGETS = (*WORLDS, PYNATIVE)

@@ -6,8 +6,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from mindlora.models.architectures.architecture import LEGACY, MCORE, Architecture, Names, ParameterSize
 from mindlora.models.architectures.deepseek_v3 import DEEPSEEK_V3
 from mindlora.models.architectures.llama import LLAMA
-from mindlora.models.architectures.qwen3 import QWEN3
-from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
+from mindlora.models.architectures.qwen import QWEN3, QWEN3_MOE
 
 SCORE = Names("score", "score", "score")
 

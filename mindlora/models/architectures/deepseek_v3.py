@@ -21,8 +21,7 @@ from mindlora.models.architectures.mcore_sizes import (
     layers_of,
     parameter_sizes_of,
 )
-from mindlora.models.architectures.qwen3 import DROPOUT_STATE
-from mindlora.models.architectures.qwen3_moe import COUNTS, EXPERTS, ROUTER
+from mindlora.models.architectures.qwen import COUNTS, DROPOUT_STATE, EXPERTS, ROUTER
 
 # Defaults of MindFormers' DeepseekV3Config.
 DEFAULTS = {

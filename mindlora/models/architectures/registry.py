@@ -6,12 +6,9 @@ from typing import Dict, Optional, Tuple
 from mindlora.models.architectures.architecture import Architecture
 from mindlora.models.architectures.classifiers import CLASSIFIERS
 from mindlora.models.architectures.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V3_APART
-from mindlora.models.architectures.glm2 import GLM2
-from mindlora.models.architectures.glm4 import GLM4
+from mindlora.models.architectures.glm import GLM2, GLM4
 from mindlora.models.architectures.llama import LLAMA
-from mindlora.models.architectures.qwen2 import QWEN2
-from mindlora.models.architectures.qwen3 import QWEN3
-from mindlora.models.architectures.qwen3_moe import QWEN3_MOE
+from mindlora.models.architectures.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 ARCHITECTURES: Tuple[Architecture, ...] = (
     LLAMA,

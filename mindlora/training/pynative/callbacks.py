@@ -34,9 +34,8 @@ from mindlora.training.resume import collectives, training_state
 from mindlora.training.resume.training_state import warn_about_draws
 from mindlora.training.rl.pynative import RlStep, take_step
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.pynative import StackedStep, several_of
+from mindlora.training.several.pynative import StackedRlStep, StackedStep, several_of
 from mindlora.training.several.pynative_callback import EachAdapter, run_facts
-from mindlora.training.several.pynative_rl import StackedRlStep
 
 from mindlora.training.held_out import pynative as held_out_loss  # noqa: F401  # isort: skip
 

@@ -37,8 +37,7 @@ from mindlora.training.pynative.initialization import configuration_of, mark_sav
 from mindlora.training.pynative.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.pynative.train_step import refuse_missing_gradients
 from mindlora.training.rl.pynative import check_processes, prepare_pynative_rl, with_steps_of_rl
-from mindlora.training.several.pynative import put_adapters, several_of, with_stacked_optimizer
-from mindlora.training.several.pynative_data import with_data_of_adapters
+from mindlora.training.several.pynative import put_adapters, several_of, with_data_of_adapters, with_stacked_optimizer
 from mindlora.training.step.lora_plus_groups import fast_parameters
 from mindlora.training.step.packing import SegmentEnds, SegmentMask, boundary_of
 from mindlora.training.step.rate_factor import ScaledSchedule

@@ -1,15 +1,16 @@
-"""Several adapters under MindFormers' PyNative Trainer: in its model, optimizer, data and step."""
+"""Several adapters under MindFormers' PyNative Trainer: in its model, data, optimizer, losses and step."""
 
 import copy
 import functools
 import importlib
 import os
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.dataset import Dataset
 from mindspore.graph.api import _no_grad
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
@@ -18,25 +19,128 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.network.tree import Tree
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
-from mindlora.training.preference.loss import answer_tokens, preference_measures
+from mindlora.training.held_out.whole_batches import filled_batches
+from mindlora.training.preference.loss import SUMS, PreferenceLoss, answer_tokens, preference_measures
 from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.configuration import adapter_configuration
 from mindlora.training.pynative.initialization import learn
 from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse_missing_gradients, shifted
 from mindlora.training.resume.collectives import rank_count, sum_over_ranks
+from mindlora.training.rl.pynative import PyNativePolicyGraphs, pynative_policies
 from mindlora.training.run_configuration import plain
+from mindlora.training.several.data import without_end
 from mindlora.training.several.preparation import AdapterRates
-from mindlora.training.several.pynative_preference import PreferencesOfAdapters
+from mindlora.training.several.rl_step import UpdatesOfPolicies
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
-from mindlora.training.several.stack import AdapterStack, stack_adapters
+from mindlora.training.several.stack import AdapterStack, pull, stack_adapters
+from mindlora.training.several.step_of_adapter import HeldOutOfAdapters
 from mindlora.training.several.train_step import AdapterLosses, UpdateOfEach, UpdatesOfAdapters, of_each, rows_for_each
 
 require_mindformers("2.0")
 from mindformers.pynative.loss.loss import CrossEntropyLoss  # noqa: E402
 from mindformers.pynative.optimizer.adamw import AdamW  # noqa: E402
 
+# The losses of preferences
+
+
+class _Given(nn.Cell):
+    """In the place of a network of PreferenceLoss: log-probabilities that have been computed already."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.given: Tuple[Tensor, ...] = ()
+
+    def construct(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.given[0]
+
+
+class PreferencesOfAdapters:
+    """The losses of K adapters on preferences: PreferenceLoss of each adapter's rows.
+
+    Args:
+        preference (PreferenceLoss): The model's loss; its rows are those of all adapters, the first adapter's first.
+        adapters (int): K.
+
+    Attributes:
+        settings (PreferenceSettings): The loss.
+    """
+
+    def __init__(self, preference: PreferenceLoss, adapters: int):
+        self.network, self.reference = preference.network, preference.reference
+        self.settings = preference.settings
+        self.adapters = adapters
+        self.loss = PreferenceLoss(_Given(), _Given() if self.reference is not None else None, self.settings)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tuple[List[Tensor], np.ndarray]:
+        """Returns the sum of the losses of each adapter's examples, float32 [] each, and their SUMS, [K, len(SUMS)].
+
+        Args:
+            inputs (mapping): The columns of preferences, [K batch, ...], those of the first adapter first.
+        """
+        columns = [inputs[name] for name in self.settings.columns]
+        width = columns[0].shape[-1]
+        rows = [column.reshape((-1, width)) for column in columns[:2]]
+        self._give(self.loss.network, self.network(*rows))
+        if self.reference is not None:
+            self._give(self.loss.reference, self.reference(*rows))
+        batch = columns[0].shape[0] // self.adapters
+        policy, reference = self.loss.network.given, getattr(self.loss.reference, "given", ())
+        totals, sums = [], []
+        for number in range(self.adapters):
+            self.loss.network.given = policy[number:]
+            if self.reference is not None:
+                self.loss.reference.given = reference[number:]
+            total, of_adapter = self.loss(*(column[number * batch : (number + 1) * batch] for column in columns))
+            totals.append(total)
+            sums.append(of_adapter.asnumpy())
+        return totals, np.stack(sums)
+
+    def _give(self, cell, log_probabilities):
+        """Gives a cell the log-probabilities of each adapter."""
+        cell.given = tuple(log_probabilities.reshape((self.adapters, -1)))
+
+
+class HeldOutPreferencesOfAdapters(HeldOutOfAdapters):
+    """HeldOutOfAdapters of preferences, whose ``rows`` and ``best`` have batches in the place of rows.
+
+    Args:
+        preferences (PreferencesOfAdapters): What computes the losses.
+    """
+
+    def __init__(self, preferences: PreferencesOfAdapters):
+        super().__init__(None, preferences.adapters)
+        self.preferences = preferences
+        # Path of the data -> SUMS of each adapter.
+        self.sums: Dict[str, np.ndarray] = {}
+
+    def measures(self, adapter: int, dataset_dir: str, batch_size: int) -> Dict[str, float]:
+        """Returns the mean loss of an adapter's examples, and MEASURES."""
+        loss = self.loss(adapter, dataset_dir, batch_size)
+        return {"loss": loss, **preference_measures(self.sums[dataset_dir][adapter], self.preferences.settings)}
+
+    def _measure(self, dataset_dir, batch_size):
+        columns = list(self.preferences.settings.columns)
+        dataset = ms.dataset.MindDataset(dataset_dir, columns_list=columns, shuffle=False)
+        losses, counts, sums = [], [], np.zeros((self.preferences.adapters, len(SUMS)))
+        model = self.preferences.network
+        model.set_train(False)
+        # As in held_out_preferences.
+        for _, inputs in filled_batches(dataset, batch_size, (None, None, -1, 0)):
+            batch = {name: of_each(column, self.preferences.adapters, False) for name, column in zip(columns, inputs)}
+            totals, of_batch = self.preferences(batch)
+            losses.append([float(total.asnumpy()) for total in totals])
+            counts.append(of_batch[0][0])
+            sums += of_batch
+        model.set_train(True)
+        self.sums[dataset_dir] = sums
+        return np.array(losses).T, np.array(counts)
+
+
 _SEVERAL = "mindlora_adapters"
 _UTILS = "mindformers.pynative.trainer.utils"
+
+
+# The adapters on the model
 
 
 class Several(NamedTuple):
@@ -288,3 +392,88 @@ class StackedStep(TrainStep):
                 {"tokens": float(answer_tokens(each)), "measures": preference_measures(each, settings)} for each in sums
             ]
         self.record = self.updates.last_record()._replace(stop=self.stops)
+
+
+class StackedRlStep(StackedStep):
+    """StackedStep in which each of K adapters takes the step that RlStep would take with it alone.
+
+    Args:
+        model, optimizer: As for StackedStep.
+        config (mapping): The content of the run's YAML.
+
+    Attributes:
+        policies (Policies): One for each adapter.
+    """
+
+    kind_of_updates = UpdatesOfPolicies
+
+    def __init__(self, model: nn.Cell, optimizer: StackedPyNativeAdamW, config: Mapping[str, Any]):
+        super().__init__(model, optimizer)
+        self.policies = self.updates.policies = pynative_policies(config)
+        self.policies.train(
+            self.evaluated,
+            tuple(optimizer.parameters),
+            self.stack.networks,
+            lambda number: pull(self.stack.slices(number)),
+            PyNativePolicyGraphs,
+        )
+        self.copy_gradients()
+
+    def learned(self, losses: np.ndarray, tokens: np.ndarray) -> None:
+        """Takes the loss of each policy, and its tokens that count, float64 [K] each."""
+        self.losses.append(Tensor(losses, ms.float32))
+        self.tokens = tokens
+
+
+# The data
+
+
+class DataOfAdapters:
+    """Batches [rows, K, N] for K adapters, each of which gets the batches of a run with it alone.
+
+    It has the interface that the Trainer requires of a dataset. An epoch is an epoch of the longest data.
+
+    Args:
+        datasets (list of Dataset): Datasets of batches [rows, N], one for each adapter.
+    """
+
+    def __init__(self, datasets: List[Dataset]):
+        self.datasets = datasets
+
+    def get_dataset_size(self) -> int:
+        """Returns the number of batches in an epoch."""
+        return max(dataset.get_dataset_size() for dataset in self.datasets)
+
+    def set_init_step(self, step: int) -> None:
+        """Makes the batches begin after ``step`` steps."""
+        for dataset in self.datasets:
+            dataset.set_init_step(step)
+
+    def create_dict_iterator(self, **_: Any) -> Iterator[Dict[str, Tensor]]:
+        """Yields the batches, column -> Tensor, one epoch after another."""
+        columns = self.datasets[0].get_col_names()
+        for batches in zip(*map(without_end, self.datasets)):
+            yield {name: Tensor(np.stack(arrays, 1)) for name, arrays in zip(columns, zip(*batches))}
+
+
+def with_data_of_adapters(build_dataset: Callable, data_of: Callable) -> Callable:
+    """Wraps MindFormers' function that builds a dataset, to include all adapters' data if some have their own.
+
+    ``data_of`` takes a dataset's configuration, and returns each adapter's own MindRecord, or None for the
+    configuration's; it returns None if all adapters share one dataset.
+    """
+
+    @functools.wraps(build_dataset)
+    def build(config: Any, *arguments: Any, **keywords: Any) -> Any:
+        data: Optional[Sequence[Optional[str]]] = data_of(config)
+        if data is None or not any(data):
+            return build_dataset(config, *arguments, **keywords)
+        datasets = []
+        for path in data:
+            own = copy.deepcopy(config)
+            if path:
+                own.dataloader.dataset_files = path
+            datasets.append(build_dataset(own, *arguments, **keywords))
+        return DataOfAdapters(datasets)
+
+    return build

@@ -12,7 +12,7 @@ from mindlora.training.held_out.pynative import LossOfRows
 from mindlora.training.model.network import evaluated_model, train_step_of
 from mindlora.training.resume import training_state
 from mindlora.training.several import each_adapter
-from mindlora.training.several.pynative_preference import HeldOutPreferencesOfAdapters
+from mindlora.training.several.pynative import HeldOutPreferencesOfAdapters
 from mindlora.training.several.resuming import check_same_adapters
 from mindlora.training.several.stack import AdapterStack
 from mindlora.training.several.step_of_adapter import HeldOutOfAdapters

@@ -8,7 +8,7 @@ import pytest
 from mindlora import cli
 from mindlora.core.errors import CheckpointError
 from mindlora.files.base.convert import convert_base
-from mindlora.models.architectures import qwen3, qwen3_moe
+from mindlora.models.architectures import qwen
 from mindlora.models.architectures.hugging_face import HuggingFaceConfig
 from tests.support import mcore_checkpoints
 from tests.support.llama_checkpoints import FFN, HEADS, HIDDEN, KV_HEADS, VOCAB, llama, save_base
@@ -62,7 +62,7 @@ def of_qwen3(tmp_path, model_config, **tensors):
 def test_that_of_a_qwen3_is_read_back_as_the_yaml_that_it_was_made_from(tmp_path, tied):
     config = of_qwen3(tmp_path, {**QWEN3, "tie_word_embeddings": tied}, tied=tied)
     assert (config["architectures"], config["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
-    read = qwen3.from_hugging_face(HuggingFaceConfig("config.json", config))
+    read = qwen.from_hugging_face(HuggingFaceConfig("config.json", config))
     assert {**read, **QWEN3, "max_position_embeddings": 64} == {**QWEN3, **read}
     assert (read["tie_word_embeddings"], config["pad_token_id"], config["torch_dtype"]) == (tied, 3, "bfloat16")
 
@@ -70,7 +70,7 @@ def test_that_of_a_qwen3_is_read_back_as_the_yaml_that_it_was_made_from(tmp_path
 def test_that_of_a_qwen3_moe_has_its_experts(tmp_path):
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": mcore_checkpoints.EXPERT_INNER}
     config = of_qwen3(tmp_path, {**QWEN3, **sizes, "model_type": "qwen3_moe", "norm_topk_prob": True}, experts=3)
-    read = qwen3_moe.from_hugging_face(HuggingFaceConfig("config.json", config))
+    read = qwen.from_hugging_face(HuggingFaceConfig("config.json", config))
     assert {key: read[key] for key in sizes} == sizes and read["norm_topk_prob"] is True
 
 
