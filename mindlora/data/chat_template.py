@@ -10,16 +10,16 @@ complete text.
 import functools
 import json
 import re
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from mindlora.core.errors import DataError, TokenizerError
-from mindlora.data import thoughts
 from mindlora.data.conversations import Conversation
 from mindlora.data.conversion import Encoded, UnusableRow
 from mindlora.data.sources import read_text
 from mindlora.files.base.tokenizer_files import token_behind_answer
+from mindlora.models.thoughts import FAMILIES
 
 # The beginning and end of a span of characters.
 Span = Tuple[int, int]
@@ -97,7 +97,7 @@ class ChatTemplate:
         """Returns the conversation with the assistant's thoughts where the template reads them."""
         if self._thoughts is None:
             return conversation
-        return conversation._replace(messages=thoughts.with_thoughts_in(self._thoughts, conversation.messages))
+        return conversation._replace(messages=with_thoughts_in(self._thoughts, conversation.messages))
 
     def spans(self, conversation: Conversation, first: int = 0) -> Tuple[str, List[Span]]:
         """Returns the text of a conversation and where the assistant speaks in it, the end of each turn included.
@@ -113,7 +113,7 @@ class ChatTemplate:
         except Exception as error:  # A template is a program and may raise any exception.
             raise UnusableRow(f"the chat template refuses it ({str(error)[:100]})") from error
         if self._writes_block:
-            thoughts.check_blocks(conversation.messages, text)
+            check_thoughts(conversation.messages, text)
         spans = [(begin, end) for begin, end in spans if text[begin:end].strip()]
         if not spans:
             raise UnusableRow("the chat template shows nothing that the assistant says")
@@ -180,11 +180,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def _thoughts(self) -> Optional[str]:
-        return thoughts.field_of(self._render_messages)
+        return thoughts_field(self._render_messages)
 
     @functools.cached_property
     def _writes_block(self) -> bool:
-        return thoughts.writes_block(self._render_messages)
+        return writes_thoughts(self._render_messages)
 
     def _render_messages(self, messages: List[Dict[str, Any]]) -> str:
         return self.render(Conversation(messages, None))
@@ -212,7 +212,7 @@ def left_out(conversation: Conversation, text: str) -> List[str]:
             raise UnusableRow("the chat template does not show a call of a tool")
         if not shown(message["content"] or ""):
             missing.add(f"{message['role']} messages")
-        if not shown(thoughts.thoughts_of(message) or ""):
+        if not shown(thoughts_of(message) or ""):
             missing.add(f"{message['role']}'s thoughts")
     if not all(shown(str(tool["function"]["name"])) for tool in tools or []):
         missing.add("tools")
@@ -262,3 +262,83 @@ def ends_of_learned(learned: np.ndarray) -> List[int]:
     """Returns the number of tokens up to the end of each run of learned tokens."""
     following = np.append(learned[1:], False)
     return (np.flatnonzero(learned & ~following) + 1).tolist()
+
+
+# The assistant's thoughts: in a field of its message or in its content, wherever the template reads them
+#
+# Templates that open the block of thoughts themselves read the thoughts from a field. In the content, thoughts would
+# follow an empty block; a server that does not separate them even omits the tag that begins them.
+
+
+# Names of the field, in servers and in templates.
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+_THOUGHT, _ANSWER = "A thought.", "An answer."
+# The tags in the contents of training data.
+_BEGIN, _END = FAMILIES[0].begin, FAMILIES[0].end
+Messages = List[Dict[str, Any]]
+
+
+def thoughts_field(render: Callable[[Messages], str]) -> Optional[str]:
+    """Returns the field from which a chat template reads thoughts, or None; ``render`` returns the text of messages."""
+    for field in _THOUGHT_FIELDS:
+        if _THOUGHT in _rendered_with(render, {field: _THOUGHT}):
+            return field
+    return None
+
+
+def writes_thoughts(render: Callable[[Messages], str]) -> bool:
+    """Returns whether a chat template writes a block of thoughts for a message without thoughts."""
+    return _END in _rendered_with(render, {})
+
+
+def _rendered_with(render, fields):
+    answer = {"role": "assistant", "content": _ANSWER, **fields}
+    try:
+        return render([{"role": "user", "content": "A question."}, answer])
+    except Exception:  # A template is a program and may reject this conversation.
+        return ""
+
+
+def thoughts_of(message: Dict[str, Any]) -> Optional[str]:
+    """Returns the thoughts in a field of a message, or None."""
+    values = (message.get(field) for field in _THOUGHT_FIELDS)
+    return next((value for value in values if isinstance(value, str) and value.strip()), None)
+
+
+def with_thoughts_in(field: str, messages: Sequence[Dict[str, Any]]) -> Messages:
+    """Returns the messages with the assistant's thoughts moved into this field."""
+    return [_with_thoughts(message, field) if message["role"] == "assistant" else message for message in messages]
+
+
+def _with_thoughts(message, field):
+    thoughts, content = thoughts_of(message), message["content"]
+    if thoughts is None:
+        thoughts, content = _apart(content or "")
+    if thoughts is None:
+        return message
+    others = {name: value for name, value in message.items() if name not in _THOUGHT_FIELDS}
+    return {**others, "content": content, field: thoughts}
+
+
+def _apart(content):
+    """Splits a content into the thoughts at its beginning, even without an opening tag, and the rest."""
+    before, end, answer = content.partition(_END)
+    _, begin, thoughts = before.partition(_BEGIN)
+    if not end or before[: before.find(_BEGIN)].strip() and begin:
+        return None, content
+    thoughts = (thoughts if begin else before).strip("\n")
+    return (thoughts, answer.lstrip("\n")) if thoughts.strip() else (None, content)
+
+
+def check_thoughts(messages: Sequence[Dict[str, Any]], text: str) -> None:
+    """Raises UnusableRow if the text of messages has a second block of thoughts, or half a block, after the template's.
+
+    The template must be one that writes a block in each turn of the assistant (see ``writes_thoughts``).
+    """
+    turns = [message for message in messages if message["role"] == "assistant"]
+    others = [message["content"] or "" for message in messages if message["role"] != "assistant"]
+    most = len(turns) + sum(content.count(_END) for content in others)
+    if any(_END in (message["content"] or "") for message in turns) and text.count(_END) > most:
+        raise UnusableRow(
+            f'"{_END}" in the assistant\'s content, behind the block that the chat template writes itself'
+        )

@@ -17,8 +17,8 @@ from mindlora.network.cells.cell import LoRACell
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.invocation import invocation_marker
 from mindlora.network.quantize import quantize_with_adapters
-from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import parameter_count
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.registry import describe, kind_of
 from mindlora.network.tree import (
     Tree,

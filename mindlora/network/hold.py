@@ -12,7 +12,7 @@ from mindlora.files.base.quantized.held import ADVICE
 from mindlora.network.cells.linear_base import parallel_linear_types, plain_linear_types
 from mindlora.network.cells.parallel_linear import IntegerParallelLinear
 from mindlora.network.load_base import held_forms
-from mindlora.network.quantized.integers import IntegerDense
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.tree import Tree, adapter_path, refusal, refusals, replace_in
 
 logger = logging.getLogger("mindlora")

@@ -11,10 +11,9 @@ from mindlora.models.lora_config import NF4, LoraConfig
 from mindlora.network.cells.cell import LoRACell, groups_of
 from mindlora.network.cells.conv import LoRAConv2d, LoRAMintConv2d
 from mindlora.network.cells.dense import LoRADense
-from mindlora.network.cells.embedding import LoRAEmbedding
+from mindlora.network.cells.embedding import LoRAEmbedding, LoRAParallelEmbedding
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, pynative_linear_types
-from mindlora.network.cells.parallel_embedding import LoRAParallelEmbedding
 from mindlora.network.cells.parallel_linear import (
     LoRAParallelLinear,
     NF4ParallelLinear,

@@ -1,24 +1,51 @@
 """Engine: takes requests from any thread, and computes their answers together in one thread."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import threading
 import time
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Deque, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mindlora.core.errors import RequestError, ServingError
 from mindlora.serving.adapter_slots import AdapterSlots, AdapterStats
 from mindlora.serving.answer import Piece, Stream, joined
 from mindlora.serving.detokenizer import Detokenizer, Stopping, TextDecoder
 from mindlora.serving.network import FEW_TOKENS
-from mindlora.serving.readings import read_texts, vectors_of
 from mindlora.serving.request import Part, Request, Sampling, State
-from mindlora.serving.runner import ModelRunner
+from mindlora.serving.runner import ModelRunner, read_texts, vectors_of
 from mindlora.serving.sampling import Sampled, Sampler, sample_batch, score_token
 from mindlora.serving.scheduler import Scheduler
 from mindlora.serving.score_head import ScoreHead
-from mindlora.serving.turns import Turns
+
+
+class Turns:
+    """Gives turns to threads, first come, first served.
+
+    Two MindSpore graphs that run at once in one process wait for each other forever, and with a plain lock a thread
+    that asks again immediately would always be first.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: Deque[object] = collections.deque()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits until all earlier threads have had their turns; later ones wait until the context ends."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
 
 # The log-probabilities of prompts' tokens, for requests that score a given text.
 

@@ -13,9 +13,8 @@ from mindspore.nn.utils import no_init_parameters
 from mindlora.core.errors import ConfigError
 from mindlora.network.cells.linear_base import LinearBase
 from mindlora.network.graph_cache import CompiledInAnyMode, CompiledOnce
-from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense
-from mindlora.network.quantized.quantized_dense import QuantizedDense
+from mindlora.network.quantized.quantized_dense import IntegerDense, QuantizedDense
 from mindlora.network.serving.multi_lora_dense import JoinsLinears, MultiLoRADense, MultiLoRAExperts
 from mindlora.network.tensors import twin
 from mindlora.network.tree import adapter_path, replace_children, weight_of

@@ -7,6 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
+from mindlora.core.errors import ServingError
 from mindlora.core.numerics.dtypes import to_float32
 from mindlora.network.graph_cache import CompiledInAnyMode
 from mindlora.network.repeated_layers import compile_layers_once
@@ -16,8 +17,8 @@ from mindlora.ops.multi_lora_slot_write import MultiLoraSlotWrite
 from mindlora.serving.adapter_tables import AdapterTables, BaseTables
 from mindlora.serving.network import ServedHead, ServedStep, open_embedding, set_stage, takes_few
 from mindlora.serving.packed_adapter import PackedAdapter
-from mindlora.serving.request import Part
-from mindlora.serving.score_head import ScoreHead
+from mindlora.serving.request import Part, Request
+from mindlora.serving.score_head import ScoreHead, misuse
 from mindlora.serving.settings import EngineSettings
 
 # StepInputs: the network's inputs for a step of the scheduler's plan.
@@ -375,3 +376,39 @@ class ModelRunner:
         )
         self._last = hidden, slots, graph.beyond_pairs
         return self._with_own_heads(logits.asnumpy()[: len(rows)], rows)
+
+
+# Readings of given texts: hidden states and the scores of heads, for requests that ask for them
+
+
+def read_texts(runner: ModelRunner, parts: Sequence[Part]) -> Dict[Request, ServingError]:
+    """Fills vectors of requests from the last step of ``runner``, which had these parts.
+
+    Returns the requests that fail, with the reason: their adapter has another purpose, or numbers are not finite.
+    """
+    failed: Dict[Request, ServingError] = {}
+    first = 0
+    for part in parts:
+        request = part.request
+        reading = request.sampling.reading
+        head = runner.score_head(request.slot)
+        problem = misuse(request.adapter, head, reading is not None and reading.scores)
+        if problem is None and part.reads:
+            hidden = runner.hidden_at([first + index - part.start for index in part.reads])
+            vectors = head.scores(hidden) if head is not None else hidden
+            request.vectors.update(zip(part.reads, vectors))
+            if not np.isfinite(vectors).all():
+                problem = ServingError(
+                    f"The text gives numbers that are not finite, with {request.adapter or 'the base'}."
+                )
+        if problem is not None:
+            failed[request] = problem
+        first += len(part.tokens)
+    return failed
+
+
+def vectors_of(request: Request) -> Optional[np.ndarray]:
+    """Returns float32 [tokens, width], in the order of the tokens; None unless requested."""
+    if request.sampling.reading is None:
+        return None
+    return np.stack([request.vectors[index] for index in sorted(request.vectors)])

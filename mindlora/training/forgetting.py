@@ -22,7 +22,7 @@ from mindlora.training.callbacks.common import (
 )
 from mindlora.training.callbacks.sample_answers import Continuations
 from mindlora.training.held_out.held_out_loss import HeldOutLossCell
-from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
+from mindlora.training.held_out.rows import missing_rows, parts_of_batch
 from mindlora.training.log import logger
 from mindlora.training.model.network import evaluated_model
 from mindlora.training.resume.collectives import mean_over_ranks

@@ -23,8 +23,7 @@ from mindspore import Parameter, Tensor
 
 from bench import ROOT, exchange_rank
 from bench.common import add_number, child_command
-from mindlora.training.exchange.exchange import FlatLayout, make_exchange
-from mindlora.training.exchange.ranks import CPU_RECEIPTS, Ranks
+from mindlora.training.exchange.exchange import CPU_RECEIPTS, FlatLayout, Ranks, make_exchange
 from mindlora.training.exchange.settings import exchange_settings
 
 METHODS = {

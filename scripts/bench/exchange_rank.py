@@ -12,8 +12,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from bench import ROOT
 from mindlora import LoraConfig, apply_lora, freeze_base
-from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_exchange
-from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.exchange import Exchange, FlatLayout, Ranks, make_exchange
 from mindlora.training.exchange.settings import exchange_settings
 
 # Seconds after which all messages' receipts have been sent.

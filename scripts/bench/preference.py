@@ -69,8 +69,8 @@ def sides(size: Dict[str, int], names: List[str]) -> Dict[str, Callable[[], Any]
     import numpy as np
 
     from mindlora.training.launch import hooks  # noqa: F401  pet_type lora is mindlora's
+    from mindlora.training.preference.loss import preference_loss
     from mindlora.training.preference.settings import preference_settings
-    from mindlora.training.preference.step import preference_loss
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
     ((rows, labels),) = train.batches(size, 1)

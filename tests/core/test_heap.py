@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from mindlora.core import heap
+from mindlora.training.step import train_step
 
 
 def resident():
@@ -20,10 +20,10 @@ def test_small_pieces_that_were_freed_leave_the_process():
     # The last one keeps glibc from giving back by itself what is below it.
     del pieces[:-1]
     before = resident()
-    heap.give_back_freed_memory()
+    train_step.give_back_freed_memory()
     assert resident() < before - 30 * 10**6
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    heap.give_back_freed_memory()
+    train_step.give_back_freed_memory()

@@ -14,8 +14,8 @@ from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.network.base_fingerprint import base_fingerprint
 from mindlora.network.hold import hold_base
 from mindlora.network.load_base import load_base
-from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import parameter_count
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.tree import lora_cells
 from tests.support import held_bases
 from tests.support.held_bases import node, save_bases

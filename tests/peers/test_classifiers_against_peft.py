@@ -157,9 +157,8 @@ class McoreRowsOf(nn.Cell):
 
 
 def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, family, make_classifier, tmp_path):
-    from mindlora.training.preference.loss import preference_measures
+    from mindlora.training.preference.loss import preference_loss, preference_measures
     from mindlora.training.preference.settings import preference_settings
-    from mindlora.training.preference.step import preference_loss
 
     adapter = tmp_path / "adapter"
     peer.make_classifier_adapter(model=model[0], folder=adapter, task="SEQ_CLS", labels=1, config=ADAPTERS[family][0])

@@ -178,8 +178,8 @@ def adapted_here(name):
 
 
 def loss_and_gradients(network, node, trl):
+    from mindlora.training.preference.loss import preference_loss
     from mindlora.training.preference.settings import preference_settings
-    from mindlora.training.preference.step import preference_loss
 
     folder, files, _ = trl
     settings = preference_settings(node)

@@ -9,7 +9,7 @@ import pytest
 from mindlora.models import names
 from mindlora.network.hold import hold_base
 from mindlora.network.load_base import load_base
-from mindlora.network.quantized.integers import IntegerDense
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.request import Request, Sampling
 from mindlora.serving.runner import ModelRunner

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from mindlora.serving.turns import Turns
+from mindlora.serving.engine import Turns
 
 
 def test_a_thread_that_asks_again_and_again_does_not_starve_another():

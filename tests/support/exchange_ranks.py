@@ -73,8 +73,7 @@ def run(setting):
     import mindspore as ms
     from mindspore.communication import get_group_size, get_local_rank_size, get_rank
 
-    from mindlora.training.exchange.exchange import FlatLayout, make_exchange
-    from mindlora.training.exchange.ranks import Ranks
+    from mindlora.training.exchange.exchange import FlatLayout, Ranks, make_exchange
     from mindlora.training.exchange.settings import exchange_settings
     from tests.support.exchange_step import Step
 
@@ -111,7 +110,7 @@ def disagree():
     from mindspore.communication import get_rank
 
     from mindlora.core.errors import LoraError
-    from mindlora.training.exchange.ranks import check_agreement
+    from mindlora.training.exchange.exchange import check_agreement
 
     values = np.arange(6, dtype=np.float32)
     parameter = ms.Parameter(ms.Tensor(values), name="a")

@@ -24,9 +24,8 @@ from mindlora.network.cells.linear_base import (
     parallel_linear_types,
 )
 from mindlora.network.cells.low_rank import LowRankPicks, Scale
-from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense
-from mindlora.network.quantized.quantized_dense import QuantizedBase
+from mindlora.network.quantized.quantized_dense import IntegerDense, QuantizedBase
 from mindlora.ops.backend import Choice
 
 

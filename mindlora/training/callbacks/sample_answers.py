@@ -12,7 +12,7 @@ from mindlora.data import tokenizers
 from mindlora.data.alpaca import prompt_template
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.callbacks.common import register
-from mindlora.training.held_out.whole_batches import missing_rows, parts_of_batch
+from mindlora.training.held_out.rows import missing_rows, parts_of_batch
 from mindlora.training.log import logger
 from mindlora.training.model.network import evaluated_model
 

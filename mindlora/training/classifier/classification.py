@@ -11,8 +11,8 @@ from mindlora.data.conversion import UnusableRow, progress
 from mindlora.data.sources import read_inputs
 from mindlora.serving.engine import Engine
 from mindlora.serving.evaluation.texts import ask
-from mindlora.serving.readings import vectors_of
 from mindlora.serving.request import Reading, Sampling
+from mindlora.serving.runner import vectors_of
 from mindlora.serving.score_head import ScoreHead, probabilities_of
 from mindlora.training.classifier.conversion import LAYOUT, Label, Record, encode_record, read_record
 from mindlora.training.classifier.labels import label_measures

@@ -6,7 +6,7 @@ from mindspore.train import RunContext
 from mindlora.run.checks.training import EXCHANGE
 from mindlora.run.yaml_run import WRAPPER, YamlRun
 from mindlora.training.callbacks.common import PeriodicCallback, register
-from mindlora.training.exchange.ranks import check_agreement
+from mindlora.training.exchange.exchange import check_agreement
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.model.network import train_step_of
 

@@ -15,13 +15,7 @@ from mindlora.network.cells.score import score_of
 from mindlora.training.callbacks.common import PeriodicCallback, register, reported_metrics
 from mindlora.training.classifier.labels import label_measures
 from mindlora.training.held_out.cells import HeldOutLabelsCell, HeldOutLossCell
-from mindlora.training.held_out.whole_batches import (
-    Arrays,
-    filled_batches,
-    labeled_batches,
-    loaded_rows,
-    parts_of_batch,
-)
+from mindlora.training.held_out.rows import Arrays, filled_batches, labeled_batches, loaded_rows, parts_of_batch
 from mindlora.training.log import logger
 from mindlora.training.model.network import base_of, train_step_of
 from mindlora.training.preference.loss import SUMS, PreferenceLoss, preference_measures

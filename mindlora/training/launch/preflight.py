@@ -26,17 +26,16 @@ from mindlora.training.adalora.callback import prepare_budget
 from mindlora.training.callbacks.registry import arrange_callbacks
 from mindlora.training.exchange.exchange_check import prepare_exchange
 from mindlora.training.health.adapter_health import record_gradient_norms
-from mindlora.training.held_out.eval_rows import cut_rows_for_eval
+from mindlora.training.held_out.rows import cut_rows_for_eval
 from mindlora.training.launch import hooks  # noqa: F401  registers mindlora's classes
 from mindlora.training.launch.launch_checks import fill_base
 from mindlora.training.log import logger
 from mindlora.training.preference.settings import preference_settings
 from mindlora.training.resume import training_state
-from mindlora.training.rl.preparation import prepare_rl
+from mindlora.training.rl.graph_mode import prepare_rl
 from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.several import resuming as several_adapters
-from mindlora.training.several.data import DataOfAdapters
-from mindlora.training.several.preparation import prepare_adapters
+from mindlora.training.several.preparation import DataOfAdapters, prepare_adapters
 from mindlora.training.step import lora_plus, packing
 
 # Key of the YAML -> the kind of class that its ``type`` names, for any run and for training runs. MindFormers does not

@@ -24,10 +24,10 @@ from mindlora.training.launch.serve import set_up_context
 from mindlora.training.log import logger
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.network import base_of, check_loaded_base
+from mindlora.training.preference.loss import preference_loss
 from mindlora.training.preference.reference import add_reference, reference_fingerprint
 from mindlora.training.preference.rules import KEY, check_preference
 from mindlora.training.preference.settings import PreferenceSettings, preference_settings
-from mindlora.training.preference.step import preference_loss
 from mindlora.training.step import lora_plus
 from mindlora.training.step.packing import boundary_of, install_segment_mask
 

@@ -17,7 +17,7 @@ from mindlora.training.log import logger
 from mindlora.training.model.log_probabilities import RowLogProbabilities
 from mindlora.training.model.loss_in_pieces import set_differentiates
 from mindlora.training.model.network import base_of
-from mindlora.training.preference.step import reference_of
+from mindlora.training.preference.loss import reference_of
 from mindlora.training.rl.rollouts import Answers
 from mindlora.training.step.packing import install_positions
 from mindlora.training.step.token_gradients import TokenGradients

@@ -29,10 +29,10 @@ from mindlora.training.rl.gkd import (
     put_teacher,
     without_adapters,
 )
+from mindlora.training.rl.graph_mode import RlSteps, best_of, sampler_of
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
-from mindlora.training.rl.preparation import RlSteps, best_of, sampler_of
 from mindlora.training.rl.pynative_rules import as_in_graph_mode
 from mindlora.training.rl.rules import check_prompts, settings_of
 from mindlora.training.rl.settings import RlSettings

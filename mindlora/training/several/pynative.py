@@ -19,7 +19,7 @@ from mindlora.core.mindformers_version import require_mindformers
 from mindlora.network.tree import Tree
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.callbacks.registry import ORDER
-from mindlora.training.held_out.whole_batches import filled_batches
+from mindlora.training.held_out.rows import filled_batches
 from mindlora.training.preference.loss import SUMS, PreferenceLoss, answer_tokens, preference_measures
 from mindlora.training.preference.settings import PreferenceSettings
 from mindlora.training.pynative.configuration import adapter_configuration
@@ -28,8 +28,7 @@ from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse
 from mindlora.training.resume.collectives import rank_count, sum_over_ranks
 from mindlora.training.rl.pynative import PyNativePolicyGraphs, pynative_policies
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.data import without_end
-from mindlora.training.several.preparation import AdapterRates
+from mindlora.training.several.preparation import AdapterRates, without_end
 from mindlora.training.several.rl_step import UpdatesOfPolicies
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, pull, stack_adapters

@@ -9,7 +9,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.held_out.cells import HeldOutLossCell
-from mindlora.training.held_out.whole_batches import labeled_batches
+from mindlora.training.held_out.rows import labeled_batches
 from mindlora.training.several.stack import AdapterStack, Slice, pull, push
 from mindlora.training.several.train_step import RowsOfAdapters, UpdatesOfAdapters
 from mindlora.training.step.train_step import StepRecord

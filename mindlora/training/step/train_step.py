@@ -1,5 +1,6 @@
 """The train step: accumulates micro-batches, exchanges gradients, skips bad steps, and works on every device."""
 
+import ctypes
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 import mindspore as ms
@@ -12,22 +13,19 @@ from mindspore.communication import get_group_size, get_local_rank_size, get_ran
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
-from mindlora.core.heap import give_back_freed_memory
 from mindlora.models.names import TRANSIENT
 from mindlora.network.graph_cache import CompiledOnce
 from mindlora.network.tree import allocates_ranks, lora_cells
 from mindlora.training.adalora.rank_budget import RankBudget
-from mindlora.training.exchange.exchange import Exchange, FlatLayout, make_exchange
-from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.exchange import Exchange, FlatLayout, Ranks, make_exchange
 from mindlora.training.exchange.settings import exchange_settings
 from mindlora.training.log import logger
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.mcore_cpu_cells import use_mcore_cpu_cells
 from mindlora.training.model.mcore_model import McoreLoss, gpt_model_of, rows_of
 from mindlora.training.model.network import base_of, count_tokens_in_loss
-from mindlora.training.preference.loss import SUMS, answer_tokens, preference_measures
+from mindlora.training.preference.loss import SUMS, answer_tokens, preference_loss, preference_measures
 from mindlora.training.preference.settings import preference_settings
-from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.cpu_adamw import use_cpu_adamw
 from mindlora.training.step.packing import install_segment_mask
 from mindlora.training.step.rate_factor import RateFactor
@@ -445,3 +443,14 @@ def _refuse(mode, **settings):
 def _transient(name, value):
     """Returns a parameter that describes a step and is not part of the run's state."""
     return Parameter(Tensor(value.astype(np.float32)), name=f"{TRANSIENT}{name}", requires_grad=False)
+
+
+def give_back_freed_memory() -> None:
+    """Returns freed memory to the system, in whole pages, if the C library can (glibc's malloc_trim).
+
+    glibc keeps small pieces for later ones of their size. A graph compiler frees very many, and the large tensors
+    of later steps cannot use them.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

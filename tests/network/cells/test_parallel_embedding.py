@@ -7,7 +7,7 @@ from mindspore import Tensor
 
 from mindlora import LoraConfig
 from mindlora.core.errors import UnsupportedCellError
-from mindlora.network.cells.parallel_embedding import LoRAParallelEmbedding
+from mindlora.network.cells.embedding import LoRAParallelEmbedding
 from mindlora.network.registry import kind_of
 from tests.support.networks import WeightedSum, as_array, assert_close, normal, randomize
 from tests.support.parallel_cells import ALPHA, RANK, SCALE, eight_devices, layers, layouts, transformer_config

@@ -11,8 +11,8 @@ from mindlora import LoraConfig, LoRADense
 from mindlora.core.numerics.dtypes import BFLOAT16
 from mindlora.core.numerics.integers import IntegerArray, IntegerForm, dequantize, pack, unpack
 from mindlora.network.merge import in_float, merge_and_unload, sample
-from mindlora.network.quantized.integers import IntegerDense, integer_array
 from mindlora.network.quantized.nf4 import QLoRADense, parameter_count
+from mindlora.network.quantized.quantized_dense import IntegerDense, integer_array
 from tests.support.networks import as_array, assert_close, gradients, lora_forward, normal, normal_dense, randomize
 
 IN, OUT, RANK, ALPHA = 128, 5, 3, 4.5

@@ -12,8 +12,8 @@ from mindlora.core.errors import MergeError
 from mindlora.core.numerics.dtypes import BFLOAT16
 from mindlora.core.numerics.integers import IntegerForm
 from mindlora.network.merge import in_float, merge_and_unload, sample
-from mindlora.network.quantized.integers import IntegerDense
 from mindlora.network.quantized.nf4 import NF4Dense
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.registry import kind_of
 from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 

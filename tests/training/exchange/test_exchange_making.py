@@ -3,8 +3,7 @@
 import pytest
 
 from mindlora.core.errors import ConfigError
-from mindlora.training.exchange.exchange import FlatLayout, machine_groups, make_exchange
-from mindlora.training.exchange.ranks import Ranks
+from mindlora.training.exchange.exchange import FlatLayout, Ranks, machine_groups, make_exchange
 from mindlora.training.exchange.settings import ExchangeSettings
 
 

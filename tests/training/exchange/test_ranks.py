@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mindlora.training.exchange.ranks import CPU_RECEIPTS
+from mindlora.training.exchange.exchange import CPU_RECEIPTS
 from tests.support.exchange_ranks import MODES, SCENARIOS, SHAPES, SKIPPED, STEPS, gradient
 from tests.support.ranks import own_network, run_ranks
 

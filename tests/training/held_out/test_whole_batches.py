@@ -17,7 +17,7 @@ from mindlora.training.held_out.held_out_loss import (
     held_out_loss,
     held_out_preferences,
 )
-from mindlora.training.held_out.whole_batches import parts_of_batch
+from mindlora.training.held_out.rows import parts_of_batch
 from mindlora.training.preference.loss import PreferenceLoss
 from mindlora.training.preference.settings import PreferenceSettings
 from tests.support import tiny_runs

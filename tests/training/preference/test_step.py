@@ -10,9 +10,9 @@ from mindlora.core.errors import ConfigError
 from mindlora.models.names import TRANSIENT
 from mindlora.network.repeated_layers import compile_layers_once, mark_reference
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
+from mindlora.training.preference.loss import preference_loss
 from mindlora.training.preference.reference import reference_network
 from mindlora.training.preference.settings import preference_settings
-from mindlora.training.preference.step import preference_loss
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import preference_oracle
 from tests.support.mcore_networks import MAKE, scaled, tiny_qwen3, tiny_qwen3_moe, with_adapters

@@ -7,7 +7,7 @@ from mindspore.common import dtype as mstype
 
 from mindlora.training.model.log_probabilities import row_log_probabilities
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
-from mindlora.training.preference.step import reference_of
+from mindlora.training.preference.loss import reference_of
 from mindlora.training.rl.policy_graphs import GivenGradients, PolicyGradients, PolicyLogProbabilities
 from tests.support.mcore_networks import tiny_qwen3, with_adapters
 

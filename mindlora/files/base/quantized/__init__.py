@@ -1,1 +1,1 @@
-"""Published quantized forms of base models: one module for each form, and the registry of all."""
+"""Published quantized forms of base models: one module for each form; decode.py has all."""

@@ -1,7 +1,7 @@
-"""Finds the quantized weights of a checkpoint and their form, and decodes them."""
+"""The readable forms of quantized base models; finds the quantized weights of a checkpoint, and decodes them."""
 
 import os
-from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, Optional
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -10,11 +10,46 @@ from mindlora.core.formats.safetensors_file import TensorInfo
 from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3, dtype_name, from_float32
 from mindlora.core.text import examples
+from mindlora.files.base.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim
 from mindlora.files.base.quantized.bitsandbytes import STATE
 from mindlora.files.base.quantized.held import form_of, rows_of
 from mindlora.files.base.quantized.modelslim import DESCRIPTION
-from mindlora.files.base.quantized.registry import FORMS, Form
 from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+
+
+class Form(NamedTuple):
+    """A form of quantized weights.
+
+    Attributes:
+        title (str): Its name for users.
+        weights (callable): (StoredTensors, settings) -> the PackedWeight of each weight in this form.
+        of_activations (tuple of str): Last parts of the names of tensors that quantize activations. They are
+            left out: activations stay in float.
+    """
+
+    title: str
+    weights: Callable[[StoredTensors, Mapping[str, Any]], List[PackedWeight]]
+    of_activations: Tuple[str, ...] = ()
+
+
+# Scales of quantized keys and values, which stay in float too.
+_OF_CACHE = ("k_scale", "v_scale", "kv_cache_scale", "kv_cache_offset")
+# quant_method of quantization_config -> the form. msModelSlim has its own description file.
+FORMS: Dict[str, Form] = {
+    "fp8": Form("FP8", fp8.weights, ("activation_scale", "input_scale", *_OF_CACHE)),
+    "bitsandbytes": Form("bitsandbytes", bitsandbytes.weights),
+    "gptq": Form("GPTQ", gptq.weights),
+    "awq": Form("AWQ", awq.weights),
+    "compressed-tensors": Form(
+        "compressed-tensors",
+        compressed_tensors.weights,
+        ("input_scale", "input_zero_point", "output_scale", *_OF_CACHE),
+    ),
+    "msmodelslim": Form(
+        "msModelSlim", modelslim.weights, ("input_scale", "input_offset", "quant_bias", "deq_scale", *_OF_CACHE)
+    ),
+}
+
 
 # The keys of config.json for the settings of a quantization. compressed-tensors' first versions used the second.
 SETTINGS = ("quantization_config", "compression_config")

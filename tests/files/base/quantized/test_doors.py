@@ -164,7 +164,7 @@ def test_the_command_converts_to_the_dtype_that_is_asked(tmp_path, capsys):
 
 
 def test_the_forms_of_these_tests_are_all_that_can_be_read():
-    from mindlora.files.base.quantized.registry import FORMS as READABLE
+    from mindlora.files.base.quantized.decode import FORMS as READABLE
 
     methods = {(settings or {"quant_method": "msmodelslim"})["quant_method"] for _, _, settings in FORMS.values()}
     assert methods == set(READABLE)

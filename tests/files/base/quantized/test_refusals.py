@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mindlora.core.errors import CheckpointError, LoraError, TruncatedAdapterError
-from mindlora.files.base.quantized.registry import FORMS as READABLE
+from mindlora.files.base.quantized.decode import FORMS as READABLE
 from mindlora.files.base.reader import BaseCheckpoint
 from tests.support.llama_checkpoints import HUGGING_FACE, llama, save_base
 from tests.support.quantized_checkpoints import FORMS, quantized_llama, save_quantized
