@@ -19,7 +19,7 @@ _HOME = {
     "convert_base": "mindlora.files.base.convert",
     "eva_adapter": "mindlora.network.eva",
     "freeze_base": "mindlora.network.apply",
-    "hold_base": "mindlora.network.hold",
+    "hold_base": "mindlora.network.load_base",
     "initialize_adapters": "mindlora.network.initialize",
     "inspect_adapter": "mindlora.files.adapters.inspect",
     "load_lora": "mindlora.network.save_load",

@@ -14,7 +14,7 @@ ROOMS = ("core", "models", "files", "ops", "network", "data", "run", "serving", 
 # What a feature of training says of a YAML stands in its folder, and on the floor of those who ask it.
 # What rates answers and computes losses of them needs NumPy alone: settings name the functions, which run elsewhere.
 FLOOR_OF_FEATURES = {
-    **{"settings": "models", "rules": "run", "pynative_rules": "run", "policy_loss": "models"},
+    **{"settings": "models", "rules": "run", "policy_loss": "models"},
     **dict.fromkeys(("asking", "reward_functions", "reward_process", "rewards", "teacher"), "models"),
 }
 # They work only on files, with the settings and rules of training's features.

@@ -75,8 +75,8 @@ def yaml_of(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is not None:
         yield arguments.config
         return
+    from mindlora.core.yaml_file import yaml_text
     from mindlora.run.configs.folder import read_folder, served_content
-    from mindlora.run.configs.text import yaml_text
 
     content = served_content(read_folder(arguments.model), _device(arguments), arguments.quantize_base)
     with tempfile.TemporaryDirectory(prefix="mindlora-model-") as folder:

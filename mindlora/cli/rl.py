@@ -7,8 +7,7 @@ from mindlora.cli.verb import Verb, add_command
 from mindlora.core.errors import ConfigError
 from mindlora.core.yaml_file import read_merged, value_at
 from mindlora.run.checks.pynative import is_pynative
-from mindlora.training.rl.pynative_rules import AT_THE_TOP
-from mindlora.training.rl.rules import KEY
+from mindlora.training.rl.rules import AT_THE_TOP, KEY
 
 
 @dataclasses.dataclass(frozen=True)

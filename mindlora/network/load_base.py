@@ -1,13 +1,15 @@
-"""load_base: fills a network from a checkpoint of its base, tensor by tensor, and refuses incomplete checkpoints."""
+"""load_base and hold_base: fill a network from a checkpoint of its base, and refuse incomplete checkpoints."""
 
 import functools
+import logging
 import os
 from typing import Dict, List, Set, Tuple
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, nn
 
-from mindlora.core.errors import CheckpointError, ConfigError
+from mindlora.core.errors import CheckpointError, ConfigError, UnsupportedCellError
 from mindlora.core.numerics.dtypes import BFLOAT16, from_float32, to_float32
 from mindlora.core.numerics.integers import IntegerForm, tensor_name
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
@@ -15,14 +17,18 @@ from mindlora.core.text import listed
 from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
 from mindlora.files.base.held import held_tensors
 from mindlora.files.base.joined import add_joined
+from mindlora.files.base.quantized.stored import ADVICE
 from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
 from mindlora.models.architectures.architecture import HF, LEGACY, Architecture
+from mindlora.network.cells.linear_base import parallel_linear_types, plain_linear_types
+from mindlora.network.cells.parallel_linear import IntegerParallelLinear
 from mindlora.network.cells.score import score_of
 from mindlora.network.cells.stacked import StackedLoRADense
+from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.tensors import as_tensor
-from mindlora.network.tree import lora_cells, saved_module_parameters
+from mindlora.network.tree import Tree, adapter_path, lora_cells, refusal, refusals, replace_in, saved_module_parameters
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 # Parameters of a network for serving besides the base's weights.
@@ -190,3 +196,60 @@ def _has_smaller_groups(parameter: Parameter, tensor: OutputTensor) -> bool:
 
 def _is_packed(parameter: Parameter) -> bool:
     return str(parameter.dtype) == "UInt8"
+
+
+logger = logging.getLogger("mindlora")
+
+
+def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
+    """Replaces each linear cell of ``network`` whose weight a checkpoint has in integers by IntegerDense.
+
+    load_base then fills them with the file's own bits. Float weights are discarded. Apply LoRA afterwards.
+
+    Args:
+        network (nn.Cell): A model of MindFormers, or one for serving, in float; best built under
+            mindspore.nn.utils.no_init_parameters.
+        path (str): The checkpoint: a folder in a quantized form, such as GPTQ, AWQ or compressed-tensors.
+
+    Returns:
+        tuple of str, the paths of the cells.
+
+    Raises:
+        CheckpointError: The checkpoint holds no quantized weights, or one cannot be held in its own bits.
+        ConfigError: The device is not a CPU.
+        UnsupportedCellError: A cell with such a weight is of another kind, or sharded; all of them are listed.
+        BackendError: The library of mindlora's CPU operators is missing.
+    """
+    if ms.get_context("device_target") != "CPU":
+        raise ConfigError(
+            f"quantize_base (--quantize-base) is as_stored, but the device is {ms.get_context('device_target')}, for "
+            f"which no operator multiplies by integers. {ADVICE}"
+        )
+    tree = Tree(network)
+    forms = held_forms(network, path)
+    parallel = parallel_linear_types()
+    types = (*plain_linear_types(), *parallel)
+    cells = {}
+    for at, cell in tree.cells.items():
+        if at and isinstance(cell, types) and getattr(cell, "weight", None) is not None:
+            prefix = adapter_path(cell, at)
+            if f"{prefix}.weight" in forms:
+                cells[prefix] = cell
+    kinds = {
+        prefix: IntegerParallelLinear if isinstance(cell, parallel) else IntegerDense for prefix, cell in cells.items()
+    }
+    refused = refusals({prefix: refusal(kinds[prefix].check, cell) for prefix, cell in cells.items()})
+    missing = [name for name in forms if name.rpartition(".")[0] not in cells]
+    if refused or missing:
+        if missing:
+            refused.append(f"no linear cell has the name of {listed(missing)}")
+        raise UnsupportedCellError(
+            f"quantize_base (--quantize-base) is as_stored, but cells cannot hold their weights so. "
+            f"{'; '.join(refused)}. {ADVICE}"
+        )
+    made = {
+        id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()
+    }
+    replace_in(tree.modules.values(), made)
+    logger.info("Held in the bits of %s: %d cells, %s.", path, len(cells), listed(cells))
+    return tuple(cells)

@@ -18,8 +18,7 @@ from mindlora.network.cells.experts import ExpertWeight
 from mindlora.network.cells.linear_base import parallel_linear_types, plain_linear_types, pynative_linear_types
 from mindlora.network.cells.routed_experts import holders_with
 from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight
-from mindlora.network.quantized.nf4 import as_float32, has_values
-from mindlora.network.quantized.nf4_experts import NF4ExpertWeight
+from mindlora.network.quantized.nf4 import NF4ExpertWeight, as_float32, has_values
 from mindlora.network.quantized.quantized_dense import QuantizedDense
 from mindlora.network.registry import nf4_type_of
 from mindlora.network.tree import Tree, adapter_path, refusal, refusals, replace_in

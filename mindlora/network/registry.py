@@ -31,8 +31,7 @@ from mindlora.network.pynative.linear import (
     VeRAPyNativeLinear,
 )
 from mindlora.network.pynative.nf4 import NF4PyNativeExpertWeight, NF4PyNativeLinear, QLoRAPyNativeLinear, on_nf4
-from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense
-from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
+from mindlora.network.quantized.nf4 import NF4Dense, NF4ExpertWeight, QLoRADense, QLoRAExpertWeight
 from mindlora.network.quantized.quantized_dense import on_quantized
 from mindlora.network.tree import Tree, adapter_path, refusal, weight_of
 from mindlora.network.variants.adalora import AdaLoRADense

@@ -20,8 +20,7 @@ from mindlora.files.base.renaming import quantized_weights, with_smaller_groups
 from mindlora.models.lora_config import AS_STORED, Patterns
 from mindlora.network.adapter_matching import cell_shapes
 from mindlora.network.base_fingerprint import Packed, fingerprints_of, joined_fingerprints_of
-from mindlora.network.hold import hold_base
-from mindlora.network.load_base import load_base
+from mindlora.network.load_base import hold_base, load_base
 from mindlora.network.quantize import quantize_base as quantize
 from mindlora.network.quantized.nf4 import NF4Dense, matrix_shape
 from mindlora.network.quantized.quantized_dense import QuantizedDense

@@ -10,8 +10,7 @@ from mindlora.core.errors import LoraError, QueueFullError, RequestError
 from mindlora.serving.adapter_slots import AdapterSlots
 from mindlora.serving.blocks import BlockPool
 from mindlora.serving.fairness import FairQueue
-from mindlora.serving.prompt_lookup import PromptLookup
-from mindlora.serving.request import Part, Request, State
+from mindlora.serving.request import Part, PromptLookup, Request, State
 
 
 class Scheduler:

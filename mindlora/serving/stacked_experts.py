@@ -9,8 +9,7 @@ from mindspore.common.initializer import initializer
 
 from mindlora.core.errors import ConfigError
 from mindlora.core.numerics.nf4 import TENSOR_NAMES
-from mindlora.network.quantized.nf4 import packed_parameters
-from mindlora.network.quantized.nf4_experts import DecodedWeight
+from mindlora.network.quantized.nf4 import DecodedWeight, packed_parameters
 from mindlora.network.serving.multi_lora_dense import MultiLoRAExperts
 from mindlora.network.tensors import to_array, to_tensor
 from mindlora.ops.multi_lora_delta import MultiLoraDelta

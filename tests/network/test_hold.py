@@ -12,8 +12,7 @@ from mindlora.files.base.convert import in_mindformers_names
 from mindlora.files.base.held import held_tensors
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.network.base_fingerprint import base_fingerprint
-from mindlora.network.hold import hold_base
-from mindlora.network.load_base import load_base
+from mindlora.network.load_base import hold_base, load_base
 from mindlora.network.quantized.nf4 import parameter_count
 from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.tree import lora_cells

@@ -7,7 +7,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import mindlora.network.registry  # noqa: F401
 from mindlora.core.errors import BackendError
-from mindlora.network.quantized.nf4_experts import DecodedWeight
+from mindlora.network.quantized.nf4 import DecodedWeight
 from mindlora.ops import LoraDelta, MultiLoraDelta, MultiLoraLinear, Nf4Linear
 from mindlora.ops.lora_dropout import LoraDropout
 from mindlora.ops.operator_cell import CellWithBprop

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from mindlora.models import names
-from mindlora.network.hold import hold_base
-from mindlora.network.load_base import load_base
+from mindlora.network.load_base import hold_base, load_base
 from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.serving.network import add_pools, build_network, linear_cells
 from mindlora.serving.request import Request, Sampling

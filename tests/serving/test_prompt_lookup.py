@@ -2,7 +2,7 @@
 
 import random
 
-from mindlora.serving.prompt_lookup import PromptLookup
+from mindlora.serving.request import PromptLookup
 
 
 def by_search(tokens, count):

@@ -8,7 +8,7 @@ from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.integers import TENSOR_NAMES, IntegerForm, tensor_name
 from mindlora.files.base.convert import in_mindformers_names
 from mindlora.files.base.joined import add_joined
-from mindlora.files.base.quantized.held import ADVICE
+from mindlora.files.base.quantized.stored import ADVICE
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 

@@ -21,8 +21,7 @@ from mindlora.core.numerics.nf4 import split_name
 from mindlora.core.text import examples
 from mindlora.files.base import mcore_view
 from mindlora.files.base.quantized.decode import DecodedWeights, decoded_config, decoded_weights
-from mindlora.files.base.quantized.held import check_held
-from mindlora.files.base.quantized.stored import StoredTensors
+from mindlora.files.base.quantized.stored import StoredTensors, check_held
 from mindlora.models import names
 from mindlora.models.architectures import registry
 from mindlora.models.architectures.architecture import HF, LEGACY, MCORE, Architecture

@@ -23,8 +23,7 @@ from mindlora.network.pynative.linear import (
     on_linear,
     set_value,
 )
-from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense, packed_parameters
-from mindlora.network.quantized.nf4_experts import DecodedWeight
+from mindlora.network.quantized.nf4 import DecodedWeight, NF4Dense, QLoRADense, packed_parameters
 from mindlora.network.quantized.quantized_dense import QuantizedBase
 from mindlora.ops.operator_cell import CellWithBprop
 

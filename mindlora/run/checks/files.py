@@ -11,7 +11,7 @@ from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.core.yaml_file import PET
 from mindlora.files.base import quantize
-from mindlora.files.base.quantized.held import ADVICE
+from mindlora.files.base.quantized.stored import ADVICE
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.renaming import with_smaller_groups
 from mindlora.run.checks.base_weights import loads_by_tensor

@@ -27,7 +27,7 @@ from mindlora.run.checks.pynative_checkpoint import check_checkpoint
 from mindlora.run.yaml_run import YamlRun, data_of
 from mindlora.training.classifier.rules import check_pynative_classifier
 from mindlora.training.preference.rules import check_pynative_preference
-from mindlora.training.rl.pynative_rules import check_pynative_rl
+from mindlora.training.rl.rules import check_pynative_rl
 from mindlora.training.several.rules import check_of_each, check_pynative_adapters
 from mindlora.training.trackers.rules import check_pynative_trackers
 

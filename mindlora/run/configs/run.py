@@ -9,12 +9,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from mindlora.core.errors import ConfigError
 from mindlora.core.fields import COUNT, check_number
 from mindlora.core.formats.mindrecord_files import mindrecord_files, row_count
+from mindlora.core.yaml_file import yaml_text
 from mindlora.data.pipeline import held_out_name
 from mindlora.models.lora_config import PRESETS, preset_fields
 from mindlora.run.checks.cpu import dtype_key, why_not_held
 from mindlora.run.checks.data_rows import FirstRows
 from mindlora.run.configs.folder import CPU, NPU, ModelFolder, model_nodes, seq_length_of
-from mindlora.run.configs.text import yaml_text
 from mindlora.run.keys import MODEL
 from mindlora.run.plan.run import read_run
 from mindlora.run.yaml_run import YamlRun

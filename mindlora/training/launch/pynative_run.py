@@ -11,7 +11,7 @@ from mindlora.core.overrides import keys_and_texts, read_value, set_key
 from mindlora.core.yaml_file import read_merged
 from mindlora.run.checks.data_rows import pynative_files
 from mindlora.run.checks.pynative import NODES, is_pynative, processes_of_a_model
-from mindlora.training.rl.pynative_rules import DATA
+from mindlora.training.rl.rules import DATA
 
 _READ = ("config", "mode", "register_path", "verbose", "resume")
 

@@ -18,7 +18,7 @@ from mindlora.network.base_fingerprint import weight_shape
 from mindlora.network.cells.cell import InitialDraws
 from mindlora.network.cells.embedding import add_embedding_noise
 from mindlora.network.cells.score import score_of
-from mindlora.network.hold import hold_base
+from mindlora.network.load_base import hold_base
 from mindlora.network.repeated_layers import compile_layers_once
 from mindlora.network.save_load import check_base, load_lora
 from mindlora.network.tree import lora_cells, saved_module_parameters

@@ -33,8 +33,7 @@ from mindlora.training.rl.graph_mode import RlSteps, best_of, sampler_of
 from mindlora.training.rl.policies import Policies
 from mindlora.training.rl.policy import Policy
 from mindlora.training.rl.policy_graphs import PolicyGraphs
-from mindlora.training.rl.pynative_rules import as_in_graph_mode
-from mindlora.training.rl.rules import check_prompts, settings_of
+from mindlora.training.rl.rules import as_in_graph_mode, check_prompts, settings_of
 from mindlora.training.rl.settings import RlSettings
 from mindlora.training.run_configuration import plain
 from mindlora.training.step.packing import McorePositions, mask_positions

@@ -21,8 +21,7 @@ from mindlora.core.errors import MergeError, TargetError, UnsupportedCellError
 from mindlora.core.formats.safetensors_file import TensorFile, write_arrays
 from mindlora.core.numerics.nf4 import TENSOR_NAMES, dequantize, quantize, tensor_name
 from mindlora.network.cells.experts import ExpertWeight, LoRAExpertWeight
-from mindlora.network.quantized.nf4 import nf4_array, parameter_count
-from mindlora.network.quantized.nf4_experts import NF4ExpertWeight, QLoRAExpertWeight
+from mindlora.network.quantized.nf4 import NF4ExpertWeight, QLoRAExpertWeight, nf4_array, parameter_count
 from tests.support import moe_networks
 from tests.support.mcore_networks import in_training
 from tests.support.moe_cells import WeightedOutput

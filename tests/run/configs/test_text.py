@@ -2,7 +2,7 @@
 
 import yaml
 
-from mindlora.run.configs.text import yaml_text
+from mindlora.core.yaml_file import yaml_text
 
 DATA = {"data_loader": {"type": "MindDataset", "dataset_dir": "it's here.mindrecord"}, "columns": ["a", "b c"]}
 CONTENT = {

@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora.core.errors import ConfigError, TargetError, UnsupportedCellError
-from mindlora.network.hold import hold_base
+from mindlora.network.load_base import hold_base
 from mindlora.network.quantized.nf4 import parameter_count
 from tests.support import held_bases
 from tests.support.planned_runs import LORA, TINY, adapted, run_of

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mindlora.data.conversion import UnusableRow
-from mindlora.training.preference.rows import read_preference
+from mindlora.training.preference.conversion import read_preference
 
 USER = {"role": "user", "content": "Who?"}
 GOOD = {"role": "assistant", "content": "The keeper."}

@@ -3,7 +3,7 @@
 import pytest
 
 from mindlora.run.checks.pynative import check_pynative
-from mindlora.training.rl.pynative_rules import as_in_graph_mode
+from mindlora.training.rl.rules import as_in_graph_mode
 
 RL = {"prompts": "prompts.jsonl", "reward_funcs": "exact_answer", "max_completion_length": 8, "tokenizer": "model"}
 TAUGHT = {**{key: RL[key] for key in RL if key != "reward_funcs"}, "teacher": "base", "gkd": {"lmbda": 1}}

@@ -10,11 +10,10 @@ from mindlora.core.formats.safetensors_file import TensorInfo
 from mindlora.core.json_files import parse_object
 from mindlora.core.numerics.dtypes import BFLOAT16, FLOAT8_E4M3, dtype_name, from_float32
 from mindlora.core.text import examples
-from mindlora.files.base.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim
+from mindlora.files.base.quantized import bitsandbytes, compressed_tensors, fp8, gptq, modelslim
 from mindlora.files.base.quantized.bitsandbytes import STATE
-from mindlora.files.base.quantized.held import form_of, rows_of
 from mindlora.files.base.quantized.modelslim import DESCRIPTION
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, form_of, rows_of
 
 
 class Form(NamedTuple):
@@ -39,7 +38,7 @@ FORMS: Dict[str, Form] = {
     "fp8": Form("FP8", fp8.weights, ("activation_scale", "input_scale", *_OF_CACHE)),
     "bitsandbytes": Form("bitsandbytes", bitsandbytes.weights),
     "gptq": Form("GPTQ", gptq.weights),
-    "awq": Form("AWQ", awq.weights),
+    "awq": Form("AWQ", gptq.awq_weights),
     "compressed-tensors": Form(
         "compressed-tensors",
         compressed_tensors.weights,
