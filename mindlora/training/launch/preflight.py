@@ -35,7 +35,7 @@ from mindlora.training.resume import training_state
 from mindlora.training.rl.graph_mode import prepare_rl
 from mindlora.training.run_configuration import remember_configuration
 from mindlora.training.several import resuming as several_adapters
-from mindlora.training.several.preparation import DataOfAdapters, prepare_adapters
+from mindlora.training.several.graph_mode import DataOfAdapters, prepare_adapters
 from mindlora.training.step import lora_plus, packing
 
 # Key of the YAML -> the kind of class that its ``type`` names, for any run and for training runs. MindFormers does not

@@ -25,7 +25,7 @@ from mindlora.training.report import write_report
 from mindlora.training.report.run_report import RunReport
 from mindlora.training.resume import training_state
 from mindlora.training.several import resuming as several_adapters
-from mindlora.training.several.preparation import datasets_of
+from mindlora.training.several.graph_mode import datasets_of
 from mindlora.training.several.rules import OF_ADAPTER
 from mindlora.training.several.stack import AdapterStack
 from mindlora.training.several.step_of_adapter import HeldOutOfAdapters, StepOfAdapter

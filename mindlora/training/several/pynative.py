@@ -28,8 +28,7 @@ from mindlora.training.pynative.train_step import TrainStep, gradient_of, refuse
 from mindlora.training.resume.collectives import rank_count, sum_over_ranks
 from mindlora.training.rl.pynative import PyNativePolicyGraphs, pynative_policies
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.preparation import AdapterRates, without_end
-from mindlora.training.several.rl_step import UpdatesOfPolicies
+from mindlora.training.several.graph_mode import AdapterRates, UpdatesOfPolicies, without_end
 from mindlora.training.several.rules import OF_ADAPTER, adapters_of, alone_in_pynative
 from mindlora.training.several.stack import AdapterStack, pull, stack_adapters
 from mindlora.training.several.step_of_adapter import HeldOutOfAdapters

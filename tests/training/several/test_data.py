@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from mindlora.training.several.preparation import Batches
+from mindlora.training.several.graph_mode import Batches
 from mindlora.training.several.train_step import RowsOfAdapters
 from tests.support import tiny_runs
 

@@ -1,10 +1,10 @@
-"""Prepares the YAML and the data of a run with several adapters: the shared parts, and those of each adapter."""
+"""Several adapters in graph mode: the run's YAML, its data and schedules, and the step that learns from rewards."""
 
 import atexit
 import copy
 import os
 import threading
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import mindspore as ms
 import numpy as np
@@ -13,18 +13,24 @@ from mindformers.dataset import build_dataset
 from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_output_root_path
 from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
 from mindspore.dataset import Dataset
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.core.formats.mindrecord_files import mindrecord_files
 from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.run.yaml_run import YamlRun
+from mindlora.training.model.network import innermost
+from mindlora.training.rl.gkd import policy_of
 from mindlora.training.rl.graph_mode import RlTrainOneStepCell
+from mindlora.training.rl.policies import Policies
+from mindlora.training.rl.settings import rl_settings
 from mindlora.training.run_configuration import plain
-from mindlora.training.several.rl_step import StackedRlTrainOneStepCell
 from mindlora.training.several.rules import OF_ADAPTER, TrainedAdapter, rl_of, trained_adapters, write_to_own_folder
-from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
+from mindlora.training.several.stack import pull
+from mindlora.training.several.train_step import StackedAdamW, StackedStep, StackedTrainOneStepCell, UpdatesOfAdapters
 from mindlora.training.step.packing import boundary_of
+from mindlora.training.step.train_step import StepRecord
 
 # AdapterRates: the learning-rate schedules of several adapters, as one MindFormers schedule.
 
@@ -242,3 +248,70 @@ def steps_in_epoch(dataset_config: MindFormerConfig, path: str, batch_size: int)
     samples = dataset_config["data_loader"].get("num_samples")
     rows = ms.dataset.MindDataset(mindrecord_files(path), num_samples=samples).get_dataset_size()
     return rows // batch_size
+
+
+# Learning from rewards: each adapter from its own answers
+
+
+class UpdatesOfPolicies(UpdatesOfAdapters):
+    """UpdatesOfAdapters of adapters that learn from rewards.
+
+    Attributes:
+        policies (Policies): One for each adapter.
+    """
+
+    policies: Policies
+
+    def record_of(self, adapter: int) -> StepRecord:
+        """Returns one adapter's measurements in the last step."""
+        return super().record_of(adapter)._replace(measures=self.policies[adapter].measures, loss_falls=False)
+
+    def stop(self, adapter: int) -> None:
+        """Stops an adapter's learning and sampling."""
+        super().stop(adapter)
+        self.policies.end(adapter)
+
+
+@MindFormerRegister.register(MindFormerModuleType.WRAPPER, legacy=True)
+class StackedRlTrainOneStepCell(UpdatesOfPolicies, StackedStep):
+    """A train step in which each of K adapters takes the same step as alone with RlTrainOneStepCell.
+
+    mindlora-run sets this cell in the YAML of a run with ``rl`` and pet_config.adapters.
+
+    Args:
+        network, optimizer: As for StackedStep.
+        adapters (list of dict): Each adapter's ``name`` and ``rl``, the fields of its RlSettings.
+        sampler (dict): As for RlTrainOneStepCell.
+        **kwargs: As for StackedStep.
+
+    Inputs:
+        - **step** (Tensor) - int32 [1, 1]: the number of the step, from 0.
+
+    Outputs:
+        As in StackedTrainOneStepCell.
+    """
+
+    def __init__(
+        self, network: nn.Cell, optimizer: StackedAdamW, adapters: Sequence[Mapping], sampler: Mapping, **kwargs: Any
+    ):
+        super().__init__(network, optimizer, **kwargs)
+        seed = sampler["seed"]
+        self.policies = Policies([policy_of(each["name"], rl_settings(each["rl"]), seed) for each in adapters], sampler)
+        stack = innermost(network, lambda cell: hasattr(cell, "stack")).stack
+        self.graphs = self.policies.train(
+            network, self.weights, stack.networks, lambda number: pull(stack.slices(number))
+        )
+        self.gradients = self.graphs.gradients
+        self.ones = Tensor(np.ones(self.adapters), mstype.float32)
+        self.scale = Tensor(self.scale_sense, mstype.float32)
+
+    def __call__(self, step: Tensor) -> Tuple:
+        return self.policies.step(int(step.asnumpy().reshape(-1)[0]), self._update)
+
+    def _update(self, losses: np.ndarray, tokens: np.ndarray) -> Tuple:
+        return super().__call__(Tensor(losses, mstype.float32), Tensor(tokens, mstype.float32))
+
+    def construct(self, losses: Tensor, tokens: Tensor) -> Tuple:
+        # The losses are means already; if no token counts, there is none, and the adapter's step is skipped.
+        loss, is_skipped, rate, norm = self.update(losses, tokens, self.gradients, self.ones)
+        return loss, is_skipped, self.scale, rate, norm
