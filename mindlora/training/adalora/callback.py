@@ -19,9 +19,9 @@ from mindlora.training.resume.training_state import total_steps
 class RankBudget(Callback):
     """Carries out the budget of AdaLoRA; mindlora-run adds it.
 
-    Before each step, it sets how many of AdaLoRA's triplets are masked after the step (BudgetSchedule,
-    with the steps of the complete run as its total). Importance and masks are computed in the step (rank_budget.py),
-    and LoraCheckpoint saves them with the optimizer's moments. The remaining ranks are reported as an event of the run.
+    Before each step, it sets how many of AdaLoRA's triplets are masked after the step (BudgetSchedule, with the steps
+    of the complete run as its total). Importance and masks are computed in the step (rank_budget.py), and
+    LoraCheckpoint saves them with the optimizer's moments. The remaining ranks are reported as an event of the run.
 
     Raises:
         ConfigError: The train step allocates no ranks, tinit and tfinal leave no steps, or data sinking hides steps.
