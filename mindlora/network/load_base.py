@@ -17,7 +17,7 @@ from mindlora.core.text import listed
 from mindlora.files.base.convert import in_hugging_face_names, in_mindformers_names
 from mindlora.files.base.held import held_tensors
 from mindlora.files.base.joined import add_joined
-from mindlora.files.base.quantized.stored import ADVICE
+from mindlora.files.base.quantized.stored import HOLD_ADVICE
 from mindlora.files.base.reader import WORLDS, BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 from mindlora.models import names
@@ -29,6 +29,8 @@ from mindlora.network.cells.stacked import StackedLoRADense
 from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.tensors import as_tensor
 from mindlora.network.tree import Tree, adapter_path, lora_cells, refusal, refusals, replace_in, saved_module_parameters
+
+logger = logging.getLogger("mindlora")
 
 _NUMPY = {"Float32": np.dtype("<f4"), "Float16": np.dtype("<f2"), "BFloat16": BFLOAT16}
 # Parameters of a network for serving besides the base's weights.
@@ -198,9 +200,6 @@ def _is_packed(parameter: Parameter) -> bool:
     return str(parameter.dtype) == "UInt8"
 
 
-logger = logging.getLogger("mindlora")
-
-
 def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     """Replaces each linear cell of ``network`` whose weight a checkpoint has in integers by IntegerDense.
 
@@ -223,7 +222,7 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
     if ms.get_context("device_target") != "CPU":
         raise ConfigError(
             f"quantize_base (--quantize-base) is as_stored, but the device is {ms.get_context('device_target')}, for "
-            f"which no operator multiplies by integers. {ADVICE}"
+            f"which no operator multiplies by integers. {HOLD_ADVICE}"
         )
     tree = Tree(network)
     forms = held_forms(network, path)
@@ -245,7 +244,7 @@ def hold_base(network: nn.Cell, path: str) -> Tuple[str, ...]:
             refused.append(f"no linear cell has the name of {listed(missing)}")
         raise UnsupportedCellError(
             f"quantize_base (--quantize-base) is as_stored, but cells cannot hold their weights so. "
-            f"{'; '.join(refused)}. {ADVICE}"
+            f"{'; '.join(refused)}. {HOLD_ADVICE}"
         )
     made = {
         id(cell): kinds[prefix].from_dense(cell, prefix, forms[f"{prefix}.weight"]) for prefix, cell in cells.items()

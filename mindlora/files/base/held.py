@@ -8,7 +8,7 @@ from mindlora.core.errors import CheckpointError
 from mindlora.core.numerics.integers import TENSOR_NAMES, IntegerForm, tensor_name
 from mindlora.files.base.convert import in_mindformers_names
 from mindlora.files.base.joined import add_joined
-from mindlora.files.base.quantized.stored import ADVICE
+from mindlora.files.base.quantized.stored import HOLD_ADVICE
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.writer import OutputTensor
 
@@ -67,7 +67,7 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
         # In float they could be joined.
         raise CheckpointError(
             f"{error} quantize_base (--quantize-base) is as_stored, but the weights of a joined cell must be in one "
-            f"form. {ADVICE}"
+            f"form. {HOLD_ADVICE}"
         ) from error
     tensors = dict(by_field["codes"])
     forms = {}
@@ -83,6 +83,6 @@ def held_tensors(base: BaseCheckpoint, renamed: Renamed) -> HeldTensors:
     if any(name.rpartition(".mlp.experts.")[1] for name in forms):
         raise CheckpointError(
             f"{base.path} holds routed experts in a quantized form, but quantize_base: as_stored holds linear cells "
-            f"alone. {ADVICE}"
+            f"alone. {HOLD_ADVICE}"
         )
     return HeldTensors(tensors, forms, views["codes"])

@@ -11,7 +11,7 @@ from mindlora.core.git_lfs import refuse_pointer
 from mindlora.core.text import examples
 from mindlora.core.yaml_file import PET
 from mindlora.files.base import quantize
-from mindlora.files.base.quantized.stored import ADVICE
+from mindlora.files.base.quantized.stored import HOLD_ADVICE
 from mindlora.files.base.reader import BaseCheckpoint
 from mindlora.files.base.renaming import with_smaller_groups
 from mindlora.run.checks.base_weights import loads_by_tensor
@@ -148,10 +148,10 @@ def _check_stored(run: YamlRun, path: str) -> Iterator[Finding]:
     key = f"{PET}.quantize_base"
     if not run.on_cpu:
         device = "quantize_base is as_stored, but operators of a CPU alone multiply by integers."
-        yield error(key, device, ADVICE)
+        yield error(key, device, HOLD_ADVICE)
     elif run.trains and not loads_by_tensor(run):
         loads = "quantize_base is as_stored, but in this run MindFormers loads the base, in float."
-        yield error(key, loads, f"Train plain LoRA on whole cells, from load_checkpoint alone. {ADVICE}")
+        yield error(key, loads, f"Train plain LoRA on whole cells, from load_checkpoint alone. {HOLD_ADVICE}")
     else:
         try:
             with BaseCheckpoint(path) as base:

@@ -13,7 +13,7 @@ from mindlora.core.text import examples
 from mindlora.files.base.quantized import bitsandbytes, compressed_tensors, fp8, gptq, modelslim
 from mindlora.files.base.quantized.bitsandbytes import STATE
 from mindlora.files.base.quantized.modelslim import DESCRIPTION
-from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, form_of, rows_of
+from mindlora.files.base.quantized.stored import PackedWeight, StoredTensors, held_form, held_rows
 
 
 class Form(NamedTuple):
@@ -91,13 +91,13 @@ class DecodedWeights(NamedTuple):
         shape, dtype = self.weights[name].shape, self.dtype
         integers = self.weights[name].integers
         if name in self.held and integers is not None:
-            shape, dtype = form_of(integers).layout(*shape)[self.field]
+            shape, dtype = held_form(integers).layout(*shape)[self.field]
         return TensorInfo(dtype, shape, 0, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
 
     def read_rows(self, name: str, begin: int, end: int) -> np.ndarray:
         """Returns rows [begin, end) of a weight, decoded in float32 and rounded once, or of the tensor holding it."""
         if name in self.held:
-            return rows_of(self.weights[name], self.field, begin, end)
+            return held_rows(self.weights[name], self.field, begin, end)
         return from_float32(self.weights[name].rows(begin, end), self.dtype)
 
     def renamed(self, file_of: Mapping[str, str]) -> Dict[str, str]:

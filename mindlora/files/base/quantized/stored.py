@@ -204,7 +204,7 @@ def from_groups(
 
 
 _SCALES = FLOATS[1:]
-ADVICE = (
+HOLD_ADVICE = (
     "Leave quantize_base (--quantize-base) out, and the weights are decoded to the network's dtype; or quantize them "
     "once (mindlora base quantize) and set quantize_base: nf4."
 )
@@ -237,16 +237,16 @@ def check_held(path: str, weights: Mapping[str, PackedWeight], names: Iterable[s
         found = "; ".join(f"{examples(alike)}: {reason}" for reason, alike in reasons.items())
         raise CheckpointError(
             f"{path}: quantize_base (--quantize-base) is as_stored, but not all weights can be held so. {found}. "
-            f"{ADVICE}"
+            f"{HOLD_ADVICE}"
         )
 
 
-def form_of(integers: Integers) -> IntegerForm:
+def held_form(integers: Integers) -> IntegerForm:
     """Returns the form in which a weight is held."""
     return IntegerForm(integers.bits, integers.groups, integers.dtype)
 
 
-def rows_of(weight: PackedWeight, field: str, begin: int, end: int) -> np.ndarray:
+def held_rows(weight: PackedWeight, field: str, begin: int, end: int) -> np.ndarray:
     """Returns rows [begin, end) of a tensor that holds a weight: its "codes", "zeros" or "scales"."""
     integers = weight.integers
     assert integers is not None
@@ -262,6 +262,6 @@ def rows_of(weight: PackedWeight, field: str, begin: int, end: int) -> np.ndarra
     if not np.array_equal(rounded, whole):
         raise CheckpointError(
             f"{weight.name} has zeros from {whole.min()} to {whole.max()}, but only whole ones from {limits[0]} to "
-            f"{limits[1]} can be held. {ADVICE}"
+            f"{limits[1]} can be held. {HOLD_ADVICE}"
         )
     return np.ascontiguousarray(np.broadcast_to(rounded.view(np.uint8), (count, integers.groups)))
