@@ -21,7 +21,7 @@ BEGIN = "<!-- The {} is written by scripts/architecture.py. -->\n"
 END = "\n<!-- End of the {}. -->"
 # Feature -> the modules that serve only this feature, as patterns below mindlora/.
 FEATURES = {
-    "AdaLoRA": ("training/adalora/*.py", "**/adalora.py"),
+    "AdaLoRA": ("training/adalora/*.py", "**/adalora.py", "core/numerics/rank_schedule.py"),
     "aLoRA": ("**/invocation.py",),
     "classifiers and rewards": ("training/classifier/*.py", "**/*classif*.py", "**/score.py", "**/score_head.py"),
     "EVA": ("**/eva.py",),

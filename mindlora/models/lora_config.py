@@ -20,10 +20,10 @@ from mindlora.core.fields import (
     check_values_by_pattern,
     dtype_name,
 )
-from mindlora.core.numerics import initializers
+from mindlora.core.numerics import initializers, rank_schedule
 from mindlora.core.text import suggestion
 from mindlora.models.target_modules import pattern_value
-from mindlora.models.variants import adalora, registry
+from mindlora.models.variants import registry
 from mindlora.models.variants.variant import QUANTIZED
 
 # Keys of a pet_config node besides the fields of LoraConfig: pet types and presets.
@@ -298,9 +298,9 @@ class LoraConfig:
                 )
 
     @property
-    def budget_settings(self) -> adalora.BudgetSettings:
+    def budget_settings(self) -> rank_schedule.BudgetSettings:
         """The settings of AdaLoRA."""
-        return adalora.BudgetSettings(*(getattr(self, name) for name in adalora.DEFAULTS))
+        return rank_schedule.BudgetSettings(*(getattr(self, name) for name in rank_schedule.DEFAULTS))
 
     @property
     def scale(self) -> float:

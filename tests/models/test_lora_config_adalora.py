@@ -6,7 +6,7 @@ import pytest
 
 from mindlora import LoraConfig
 from mindlora.core.errors import ConfigError
-from mindlora.models.variants.adalora import DEFAULTS, BudgetSettings
+from mindlora.core.numerics.rank_schedule import DEFAULTS, BudgetSettings
 
 ADALORA = {"use_adalora": True}
 

@@ -6,10 +6,10 @@ from typing import Any, Dict, Iterator, Mapping, Sequence, Tuple, Union
 from mindlora.core.errors import ConfigError, LoraError
 from mindlora.core.fields import COUNT
 from mindlora.core.numerics import initializers
+from mindlora.core.numerics.rank_schedule import BudgetSchedule
 from mindlora.core.text import listed
 from mindlora.core.yaml_file import value_at
 from mindlora.models.label_losses import IN_PYNATIVE, KEY, check_loss_in_pieces
-from mindlora.models.variants.adalora import BudgetSchedule
 from mindlora.models.variants.registry import LORA, VARIANTS
 from mindlora.models.variants.variant import Variant
 from mindlora.run.checks.finding import Finding, error

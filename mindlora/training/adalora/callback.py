@@ -8,8 +8,9 @@ from mindspore import Callback
 from mindspore.train import RunContext
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.rank_schedule import BudgetSchedule
 from mindlora.core.text import listed
-from mindlora.models.variants.adalora import ADALORA, BudgetSchedule
+from mindlora.models.variants.adalora import ADALORA
 from mindlora.training.callbacks.common import controlled_step, register, report_event
 from mindlora.training.log import logger
 from mindlora.training.resume.training_state import total_steps
@@ -19,9 +20,9 @@ from mindlora.training.resume.training_state import total_steps
 class RankBudget(Callback):
     """Carries out the budget of AdaLoRA; mindlora-run adds it.
 
-    Before each step, it sets how many of AdaLoRA's triplets are masked after the step (BudgetSchedule, with the steps
-    of the complete run as its total). Importance and masks are computed in the step (rank_budget.py), and
-    LoraCheckpoint saves them with the optimizer's moments. The remaining ranks are reported as an event of the run.
+    Before each step, it sets how many of AdaLoRA's triplets are masked after the step (rank_schedule.BudgetSchedule,
+    with the steps of the complete run as its total). Importance and masks are computed in the step (rank_budget.py),
+    and LoraCheckpoint saves them with the optimizer's moments. The remaining ranks are reported as an event of the run.
 
     Raises:
         ConfigError: The train step allocates no ranks, tinit and tfinal leave no steps, or data sinking hides steps.

@@ -11,9 +11,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.numerics.rank_schedule import BudgetSchedule
 from mindlora.core.text import listed
 from mindlora.models.names import TRANSIENT
-from mindlora.models.variants.adalora import ADALORA, BudgetSchedule
+from mindlora.models.variants.adalora import ADALORA
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
 

@@ -70,7 +70,7 @@ def test_that_of_a_qwen3_is_read_back_as_the_yaml_that_it_was_made_from(tmp_path
 def test_that_of_a_qwen3_moe_has_its_experts(tmp_path):
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": mcore_checkpoints.EXPERT_INNER}
     config = of_qwen3(tmp_path, {**QWEN3, **sizes, "model_type": "qwen3_moe", "norm_topk_prob": True}, experts=3)
-    read = qwen.from_hugging_face(HuggingFaceConfig("config.json", config))
+    read = qwen.from_hugging_face_moe(HuggingFaceConfig("config.json", config))
     assert {key: read[key] for key in sizes} == sizes and read["norm_topk_prob"] is True
 
 

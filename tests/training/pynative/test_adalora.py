@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from mindlora import cli
+from mindlora.core.numerics.rank_schedule import BudgetSchedule, BudgetSettings
 from mindlora.files.adapters import files as adapter_files
-from mindlora.models.variants.adalora import BudgetSchedule, BudgetSettings
 from mindlora.training.report.history import read_history
 from tests.support import pynative_runs
 from tests.support.pynative_runs import BASE_FILE, LORA, only_with_pynative_trainer

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mindlora.core.errors import ConfigError
-from mindlora.models.variants.adalora import BudgetSchedule, BudgetSettings, check_settings
+from mindlora.core.numerics.rank_schedule import BudgetSchedule, BudgetSettings, check_settings
 
 SETTINGS = BudgetSettings(init_r=12, target_r=8, tinit=10, tfinal=20, deltaT=5)
 
