@@ -67,10 +67,8 @@ def test_each_weight_is_in_the_bits_of_the_file_and_decodes_to_what_the_reader_d
     assert held < stored
 
 
-@pytest.mark.parametrize(
-    "kind, form", [("llama", "gptq"), ("qwen3", "gptq"), ("llama", "w8a8-zeros"), ("qwen3", "awq"), ("qwen2", "gptq")]
-)
-def test_logits_are_those_of_the_decoded_base(kind, form, tmp_path):
+@pytest.mark.parametrize("kind, form", [("llama", "w8a8-zeros"), ("qwen3", "awq"), ("qwen2", "gptq")])
+def test_logits_are_those_of_the_decoded_base(graph_mode, kind, form, tmp_path):
     path, decoded, _ = save_bases(tmp_path, kind, form)
     # By the kernel of few tokens, and by that of many.
     for prompts in ([(3, 4, 5)], [range(3, 60), range(70, 90)]):
