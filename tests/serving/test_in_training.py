@@ -102,8 +102,8 @@ def sampled(trained, adapter, seed, **more):
     return tokens, labels, found
 
 
-@pytest.fixture(params=list(FORMS))
-def trained(request, library, graph_mode):
+@pytest.fixture(scope="module", params=list(FORMS))
+def trained(request, library, module_in_graph_mode):
     keys = FORMS[request.param]
     network = trained_network(**keys)
     made = engine_of(network, **keys)

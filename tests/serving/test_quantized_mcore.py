@@ -1,6 +1,7 @@
 """NF4 bases of mcore models, served: weights are what the file decodes to, tokens those of these in float."""
 
 import dataclasses
+import functools
 
 import mindspore as ms
 import numpy as np
@@ -152,26 +153,37 @@ def answers(kind, path, adapters, quantize, settings=SETTINGS):
     return found
 
 
+@pytest.fixture(scope="module")
+def in_float(tmp_path_factory, mindformers, library):
+    """Returns a function: kind -> the path of its base in NF4, its adapters, and the answers of the base in float."""
+
+    @functools.lru_cache(maxsize=None)
+    def make(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        packed, decoded = bases(folder, kind)
+        adapters = write_adapters(folder, kind)
+        with in_mode(0):
+            return packed, adapters, answers(kind, decoded, adapters, False)
+
+    return make
+
+
 @pytest.mark.parametrize("kind", ["qwen3-moe", "glm4"])
 @shows("served", "qwen3_moe")
-def test_tokens_are_those_of_the_same_weights_in_float(mindformers, library, tmp_path, kind):
-    packed, decoded = bases(tmp_path, kind)
-    adapters = write_adapters(tmp_path, kind)
+def test_tokens_are_those_of_the_same_weights_in_float(in_float, kind):
+    packed, adapters, expected = in_float(kind)
     with in_mode(0):
         found = answers(kind, packed, adapters, True)
-        expected = answers(kind, decoded, adapters, False)
     for key, (tokens, logprobs) in expected.items():
         assert found[key][0] == tokens, key
         np.testing.assert_allclose(found[key][1], logprobs, atol=1e-3, err_msg=str(key))
     assert len({tuple(tokens) for tokens, _ in found.values()}) == len(found), "adapters change answers"
 
 
-def test_products_in_bfloat16_are_near_those_in_float(mindformers, library, tmp_path):
-    packed, decoded = bases(tmp_path, "glm4")
-    adapters = write_adapters(tmp_path, "glm4")
+def test_products_in_bfloat16_are_near_those_in_float(in_float):
+    packed, adapters, expected = in_float("glm4")
     with in_mode(0):
         found = answers("glm4", packed, adapters, True, dataclasses.replace(SETTINGS, product_dtype="bfloat16"))
-        expected = answers("glm4", decoded, adapters, False)
     for key, (_, logprobs) in expected.items():
         # For the prompt alone: answers may part where two tokens are nearly as likely.
         count = len(key[1]) - 1
