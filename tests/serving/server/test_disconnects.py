@@ -37,7 +37,8 @@ def test_the_blocks_of_a_client_that_is_gone_are_free_within_a_step(engine, stre
         with connected(url, "/v1/completions", body) as connection:
             until(lambda: engine.snapshot().running == 2)
             if stream:
-                assert b"data: " in connection.recv(10000)
+                # The head may arrive before.
+                assert any(line.startswith(b"data: ") for line in connection.makefile("rb"))
             steps = engine.runner.steps
         until(lambda: idle(engine))
         assert engine.runner.steps - steps < 20  # of 200
