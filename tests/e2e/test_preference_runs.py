@@ -19,7 +19,7 @@ from tests.support import tiny_runs
 from tests.support.mcore_networks import MAKE, scaled
 from tests.support.mcore_networks import tiny_config as mcore_config
 from tests.support.ranks import run_ranks
-from tests.support.runs import ROOT, SEQUENCE, SIZES, VOCABULARY, python, succeeded
+from tests.support.runs import ROOT, SEQUENCE, VOCABULARY, python, succeeded
 from tests.support.what_runs import OF_EXPERTS, showing, shows
 
 COLUMNS = ["input_ids", "labels", "answers", "pairs"]
@@ -43,22 +43,24 @@ def pair(rng):
 
 
 class Runs:
-    """Runs of one configuration on 32 pairs, eight more held out."""
+    """Runs of one of MindFormers' mcore models, of random weights, on 32 pairs, eight more held out."""
 
-    def __init__(self, folder, base):
-        self.folder, self.base = folder, base
+    def __init__(self, folder, model):
+        self.folder, self.model, self.base = folder, model, folder / "base.ckpt"
+        with in_mode(ms.GRAPH_MODE):
+            ms.save_checkpoint(scaled(MAKE[model](), 0.4), str(self.base))
         self.train, self.held_out = folder / "pairs.mindrecord", folder / "heldout.mindrecord"
         rng = np.random.default_rng(0)
         write_mindrecord((pair(rng) for _ in range(PAIRS)), str(self.train))
         write_mindrecord((pair(rng) for _ in range(8)), str(self.held_out))
 
-    def config(self, *callbacks, pet_config=None, rate=5e-2, base=None, data=None, **preference):
-        """The YAML; ``data`` is the folder of other files of the same names."""
+    def config(self, *callbacks, pet_config=None, rate=5e-2, base=None, data=None, holds_out=True, **preference):
+        """The YAML; ``data`` is the folder of other files of the same names, ``holds_out`` whether the loss of held-out
+        pairs, which compiles a graph of its own, is measured."""
         train, held_out = (path if data is None else data / path.name for path in (self.train, self.held_out))
-        common = [
-            {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 8},
-            {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9},
-        ]
+        common = [{"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 9}]
+        if holds_out:
+            common.insert(0, {"type": "HeldOutLoss", "dataset_dir": str(held_out), "every_steps": 8})
         base = self.base if base is None else base
         config = self.model_config(train, [*common, *callbacks], str(base))
         config["model"]["model_config"]["pet_config"].update(pet_config or {})
@@ -71,9 +73,10 @@ class Runs:
 
     def model_config(self, train, callbacks, base):
         """The YAML of the model, which learns labels."""
-        config = tiny_runs.tiny_config(train, EPOCHS, callbacks, load_checkpoint=base)
-        config["model"]["model_config"].update(SIZES)
-        return config
+        pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+        if self.model in OF_EXPERTS:
+            pet["target_parameters"] = ["mlp.experts"]
+        return mcore_config(train, EPOCHS, callbacks, pet, self.model, load_checkpoint=base)
 
     def start(self, name, *callbacks, resume=None, **changes):
         """Runs it; returns the process, the output folder, the losses and the history."""
@@ -101,32 +104,11 @@ class Runs:
         return folder
 
 
-class McoreRuns(Runs):
-    """The same, of one of MindFormers' mcore models with random weights."""
-
-    def __init__(self, folder, model):
-        base = folder / "base.ckpt"
-        with in_mode(ms.GRAPH_MODE):
-            ms.save_checkpoint(scaled(MAKE[model](), 0.4), str(base))
-        super().__init__(folder, base)
-        self.model = model
-
-    def model_config(self, train, callbacks, base):
-        """The YAML of the model, which learns labels."""
-        pet = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-        if self.model in OF_EXPERTS:
-            pet["target_parameters"] = ["mlp.experts"]
-        return mcore_config(train, EPOCHS, callbacks, pet, self.model, load_checkpoint=base)
-
-
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Runs of the model that a test asks for."""
-    folder = tmp_path_factory.mktemp("preferences")
-    if request.param == "llama":
-        return Runs(folder, request.getfixturevalue("base"))
+    """Runs of the model that a test asks for; those of a Llama are in test_preferences."""
     request.getfixturevalue("mindformers")
-    return McoreRuns(folder, request.param)
+    return Runs(tmp_path_factory.mktemp("preferences"), request.param)
 
 
 def of_models(*names):
@@ -151,7 +133,7 @@ def held_out(run, name):
     return run.history.series(f"held_out_{name}")[1]
 
 
-@of_models("llama", "qwen3")
+@of_models("qwen3")
 def test_the_rewards_come_into_the_right_order(plain):
     assert len(plain.losses) == STEPS and plain.losses[1] == pytest.approx(BEGIN, rel=1e-5)
     assert held_out(plain, "reward_accuracy")[-1] > 0.8 and held_out(plain, "reward_margin")[-1] > 0.5
@@ -159,13 +141,17 @@ def test_the_rewards_come_into_the_right_order(plain):
     assert kl[0] == 0 and kl[-1] > 0.01 and len(held_out(plain, "kl")) == STEPS // 8
 
 
+def last_epoch(run, name):
+    return run.history.series(name)[1][-STEPS // EPOCHS :]
+
+
 @of_models(*showing("preference", "experts"))
-def test_adapters_on_routed_experts_learn_the_pairs(plain):
+def test_adapters_on_routed_experts_learn_the_pairs(runs):
     """With random weights and routers, eight held-out pairs say little: the last epoch says what was learned."""
-    assert len(plain.losses) == STEPS and plain.losses[1] == pytest.approx(BEGIN, rel=1e-5)
-    accuracy, margin = (plain.history.series(f"reward_{name}")[1] for name in ("accuracy", "margin"))
-    assert accuracy[-STEPS // EPOCHS :].mean() > 0.8 and margin[-STEPS // EPOCHS :].min() > 1
-    assert held_out(plain, "reward_margin")[-1] > 0.1
+    run = runs.start("experts", holds_out=False)
+    assert run.process.returncode == 0, run.process.stderr[-3000:]
+    assert len(run.losses) == STEPS and run.losses[1] == pytest.approx(BEGIN, rel=1e-5)
+    assert last_epoch(run, "reward_accuracy").mean() > 0.8 and last_epoch(run, "reward_margin").min() > 1
 
 
 @of_models("qwen3")
@@ -206,7 +192,7 @@ def test_data_without_a_reference_is_refused(runs):
 def test_an_adapter_made_from_the_base_begins_at_its_own_reference(runs, tmp_path):
     pissa = {"lora_init": "pissa"}
     data = runs.keep_reference(tmp_path / "data", pet_config=pissa)
-    run = runs.start("pissa", data=data, pet_config=pissa, precomputed_reference=True)
+    run = runs.start("pissa", data=data, pet_config=pissa, holds_out=False, precomputed_reference=True)
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and run.losses[STEPS] < 0.5 * BEGIN
     assert run.history.series("kl")[1][0] < 1e-8
@@ -228,12 +214,11 @@ ADALORA = {"use_adalora": True, "lora_rank": None, "init_r": 6, "target_r": 3, "
 
 @of_models("qwen3")
 def test_it_goes_with_adalora_and_noise(runs):
-    run = runs.start("others", pet_config={**ADALORA, "neftune_alpha": 5.0})
+    run = runs.start("others", pet_config={**ADALORA, "neftune_alpha": 5.0}, holds_out=False)
     assert run.process.returncode == 0, run.process.stderr[-3000:]
     # The reference has no noise.
     assert abs(run.losses[1] - BEGIN) > 1e-5
-    losses = held_out(run, "loss")
-    assert losses[-1] < losses[0] and held_out(run, "reward_margin")[-1] > 0.03
+    assert last_epoch(run, "loss").mean() < BEGIN - 0.05 and last_epoch(run, "reward_margin").mean() > 0.1
 
 
 @of_models("qwen3")
@@ -241,9 +226,9 @@ def test_it_goes_with_adalora_and_noise(runs):
 def test_a_base_in_4_bits(runs, tmp_path):
     quantized = tmp_path / "base.safetensors"
     succeeded(python(["-m", "mindlora.cli", "base", "quantize", runs.base, quantized], tmp_path))
-    run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"})
+    run = runs.start("nf4", base=quantized, pet_config={"quantize_base": "nf4"}, holds_out=False)
     assert run.process.returncode == 0, run.process.stderr[-3000:]
-    assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and held_out(run, "reward_accuracy")[-1] > 0.8
+    assert run.losses[1] == pytest.approx(BEGIN, rel=1e-5) and last_epoch(run, "reward_accuracy").mean() > 0.8
 
 
 @of_models("qwen3")

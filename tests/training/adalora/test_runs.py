@@ -27,18 +27,34 @@ PET = {
 STEPS = 10
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """The output of a run with two processes, which compares all ranks' adapters after each step."""
-    folder = tmp_path_factory.mktemp("adalora")
-    tiny_runs.write_data(folder / "rows.mindrecord", 2 * STEPS * 2)
+def config_of(folder, processes):
+    """A run on a Qwen3 in one process, or in several that have its batch together."""
+    tiny_runs.write_data(folder / "rows.mindrecord", 4 * STEPS)
     callbacks = [
         {"type": "AdapterHealth", "every_steps": 1},
         {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 9},
     ]
     pet = {**PET, "target_modules": ["linear_qkv", "linear_proj", "linear_fc2"], "lora_dropout": 0.0}
-    config = tiny_config(str(folder / "rows.mindrecord"), 1, callbacks, pet, use_parallel=True)
-    config["runner_config"]["batch_size"] = 2
+    config = tiny_config(str(folder / "rows.mindrecord"), 1, callbacks, pet)
+    config["runner_config"]["batch_size"] = 4 // processes
+    return config
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The output of a run in one process."""
+    folder = tmp_path_factory.mktemp("one")
+    process = tiny_runs.launch(config_of(folder, 1), folder / "output")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return folder / "output"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The output of a run with two processes, which compares all ranks' adapters after each step."""
+    folder = tmp_path_factory.mktemp("adalora")
+    config = config_of(folder, 2)
+    config["use_parallel"] = True
     config["runner_wrapper"]["gradient_exchange"] = {"type": "dense", "check_every": 1}
     config["parallel_config"] = {**(config.get("parallel_config") or {}), "data_parallel": 2}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
@@ -59,17 +75,17 @@ def test_two_processes_agree_on_each_step_and_end_with_the_budget(two):
     assert not [event for event in history.events if event["event"] == "adapter_health"]
 
 
-def test_ranks_can_be_suggested_from_it(two):
-    suggestion = suggest_ranks(read_history(str(two)))
+def test_ranks_can_be_suggested_from_it(one):
+    suggestion = suggest_ranks(read_history(str(one)))
     assert (suggestion.before, len(suggestion.groups)) == (6, 3) and 3 <= suggestion.spent <= 6
 
 
 @shows("adalora", "qwen3")
-def test_its_adapter_is_a_plain_lora_of_these_ranks(two, graph_mode):
-    folder = str(two / "lora_checkpoint" / "step_10")
+def test_its_adapter_is_a_plain_lora_of_these_ranks(one, graph_mode):
+    folder = str(one / "lora_checkpoint" / "step_10")
     adapter = adapter_files.read(folder)
     assert adapter.allocation["target"] == 6
-    assert adapter_files.read(str(two / "lora_checkpoint" / "step_4")).allocation["rank"] > 6
+    assert adapter_files.read(str(one / "lora_checkpoint" / "step_4")).allocation["rank"] > 6
     network = tiny_qwen3()
     load_lora(network, folder, on_base_mismatch="ignore")
     # q, k and v are one cell and have one rank.

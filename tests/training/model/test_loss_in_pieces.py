@@ -1,5 +1,7 @@
 """Head and loss in pieces in the train step: as with the logits of all tokens, or a reason why not."""
 
+import contextlib
+import functools
 import logging
 import types
 
@@ -19,11 +21,12 @@ from mindlora.training.model.network import base_of
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import tiny_runs
 from tests.support.mcore_networks import in_training, scaled, tiny_deepseek_v3, tiny_qwen3, tokens, with_adapters
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.tiny_runs import IGNORED, PAD
 
 pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
-ROWS, PIECE, STEPS = 4, 5, 20
+ROWS, PIECE, STEPS = 4, 5, 5
 PET = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0}
 
 
@@ -84,13 +87,16 @@ def losses_of_labels(network):
     return [cell for _, cell in network.cells_and_names() if isinstance(cell, LabelLosses)]
 
 
-def compare(make, piece=PIECE, losses=1, **arguments):
-    """Trains twins whole and in pieces, with as many LabelLosses, and asserts that they do the same.
+def compare(make, piece=PIECE, losses=1, in_pieces=contextlib.nullcontext, **arguments):
+    """Trains twins whole, in PyNative, and in pieces, with as many LabelLosses, and asserts that they do the same.
 
-    Returns the one in pieces.
+    The one in pieces is a graph, unless ``in_pieces`` is mcore_in_pynative. Returns it.
     """
     names = [p.name for p in make().get_parameters()]
-    whole, pieces = trained(make(), False, **arguments), trained(network := make(), piece, **arguments)
+    with mcore_in_pynative():
+        whole = trained(make(), False, **arguments)
+    with in_pieces():
+        pieces = trained(network := make(), piece, **arguments)
     assert len(losses_of_labels(pieces.step)) == losses and not losses_of_labels(whole.step)
     assert [p.name for p in network.get_parameters()] == names
     # A model that predicts further tokens counts none.
@@ -111,7 +117,8 @@ def held_out(step):
     cell.set_train(False)
     total, count = (float(value.asnumpy()) for value in cell(ids, labels))
     network.set_train(False)
-    logits, _, mask = (output.asnumpy().astype(np.float64) for output in network(ids[:, :-1], labels[:, 1:]))
+    with mcore_in_pynative():
+        logits, _, mask = (output.asnumpy().astype(np.float64) for output in network(ids[:, :-1], labels[:, 1:]))
     assert logits.shape[-1] == tiny_runs.VOCABULARY
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     picked = np.take_along_axis(log_p, np.maximum(labels.asnumpy()[:, 1:], 0)[..., None], -1)[..., 0]
@@ -128,23 +135,25 @@ def test_a_qwen3_whose_head_trains_in_micro_batches():
 
 
 def test_lora_on_the_head_of_a_llama():
-    pieces = compare(lambda: llama(target_modules=".*lm_head|.*w2"))
+    adapted = functools.partial(llama, target_modules=".*lm_head|.*w2")
+    pieces = compare(adapted, in_pieces=mcore_in_pynative)
     assert {name[-1] for name in pieces.weights if "lm_head" in name} == {"a", "b"}
     found, expected = held_out(pieces.step)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 # The head of the layer that predicts a further token has no adapter; it learns with the weight that it shares.
-FURTHER = {
-    "an adapter on the head": {"target_modules": ".*linear_proj|.*output_layer"},
-    "a head that trains": {"modules_to_save": ["lm_head"]},
-}
-
-
-@pytest.mark.parametrize("name", FURTHER)
-def test_a_deepseek_v3_that_predicts_a_further_token(name):
+@pytest.mark.parametrize(
+    "pet, in_pieces",
+    [
+        ({"target_modules": ".*linear_proj|.*output_layer"}, contextlib.nullcontext),
+        ({"modules_to_save": ["lm_head"]}, mcore_in_pynative),
+    ],
+    ids=["an adapter on the head", "a head that trains"],
+)
+def test_a_deepseek_v3_that_predicts_a_further_token(pet, in_pieces):
     sizes = {"num_nextn_predict_layers": 1, "mtp_loss_scaling_factor": 0.3, "first_k_dense_replace": 1}
-    pieces = compare(lambda: mcore(lambda: tiny_deepseek_v3(**sizes), **FURTHER[name]), piece=24, losses=2)
+    pieces = compare(lambda: mcore(lambda: tiny_deepseek_v3(**sizes), **pet), 24, losses=2, in_pieces=in_pieces)
     assert any(key.startswith("mtp.layers.0") for key in pieces.weights)
 
 

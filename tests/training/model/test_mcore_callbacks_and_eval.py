@@ -16,6 +16,7 @@ from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.mcore_networks import MAKE, scaled, tiny_config
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.what_runs import showing, shows
 
 PET = {"lora_rank": 3, "lora_alpha": 6, "target_modules": "all-linear"}
@@ -110,9 +111,10 @@ def test_mindformers_evaluates_the_adapter(model, run):
     with in_mode(ms.GRAPH_MODE):
         network = make_base(model, config["model"]["model_config"]["vocab_size"])
         load_lora(network, str(adapter))
-        network.set_train(False)
-        # MindFormers judges rows without the last of their tokens, each token by those before it.
-        ids, labels = ids[:, :-1], labels[:, :-1]
+    network.set_train(False)
+    # MindFormers judges rows without the last of their tokens, each token by those before it.
+    ids, labels = ids[:, :-1], labels[:, :-1]
+    with mcore_in_pynative():
         logits = network(Tensor(ids)).asnumpy().reshape(*ids.shape, -1).astype(np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     counted = labels[:, 1:] != tiny_runs.IGNORED

@@ -8,6 +8,7 @@ from mindlora import LoraConfig, apply_lora
 from mindlora.network.cells.embedding import NoisyEmbedding
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import MAKE, TINY, Loss, tiny_qwen3, tokens
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.networks import randomize
 from tests.support.what_runs import OF_EXPERTS, showing, shows
 
@@ -25,21 +26,24 @@ def test_noise_is_added_in_training_alone_and_anew_at_each_step():
 
     ids, labels = Tensor(tokens()), Tensor(np.roll(tokens(), -1, 1))
     plain = tiny_qwen3(tie_word_embeddings=True)
-    logits = plain.set_train(False)(ids).asnumpy()
-    loss = Loss(plain).set_train()(ids, labels).asnumpy()
+    with mcore_in_pynative():
+        logits = plain.set_train(False)(ids).asnumpy()
+        loss = Loss(plain).set_train()(ids, labels).asnumpy()
     pet = {"pet_type": "lora", "target_modules": ["word_embeddings", "linear_qkv"], "neftune_alpha": 5}
     model = get_pet_model(tiny_qwen3(tie_word_embeddings=True), pet)
     network = model.network
     names = [p.name for p in network.get_parameters() if "mindpet" not in p.name]
     assert sorted(names) == sorted(p.name for p in plain.get_parameters())
     (noisy,) = [cell for _, cell in network.cells_and_names() if isinstance(cell, NoisyEmbedding)]
-    evaluated = model.set_train(False)(ids)[0].asnumpy()
+    with mcore_in_pynative():
+        evaluated = model.set_train(False)(ids)[0].asnumpy()
     np.testing.assert_allclose(evaluated.reshape(logits.shape), logits, rtol=0, atol=1e-5)
     trained = Loss(network).set_train()
     losses = [float(trained(ids, labels).asnumpy().sum()) for _ in range(3)]
     assert len({float(loss.sum()), *losses}) == 4
     bound = 5 / np.sqrt(TINY["seq_length"] * TINY["hidden_size"])
-    noise = noisy.set_train()(ids).asnumpy() - noisy.embedding(ids).asnumpy()
+    with mcore_in_pynative():
+        noise = noisy.set_train()(ids).asnumpy() - noisy.embedding(ids).asnumpy()
     assert 0.9 * bound < np.abs(noise).max() <= bound + 1e-6
 
 
@@ -55,7 +59,8 @@ def rows():
 def test_adapters_act_from_the_invocation_on_in_each_row(model):
     """The cells of a DeepSeek-V3 have rows of other shapes; PEFT judges those of a Qwen3."""
     ids, network = rows(), MAKE[model]()
-    base = network.set_train(False)(Tensor(ids)).asnumpy().reshape(3, 16, -1)
+    with mcore_in_pynative():
+        base = network.set_train(False)(Tensor(ids)).asnumpy().reshape(3, 16, -1)
     config = LoraConfig(target_modules="all-linear", lora_rank=2, lora_alpha=2, alora_invocation_tokens=INVOCATION)
     apply_lora(network, config)
     randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()], seed=1)

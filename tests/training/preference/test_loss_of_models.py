@@ -1,5 +1,7 @@
 """The reference of preference training on MindFormers' Llama, and what the train step makes of a batch."""
 
+import contextlib
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from mindlora.training.preference.settings import preference_settings
 from mindlora.training.step.train_step import LoraTrainOneStepCell
 from tests.support import preference_oracle
 from tests.support.mcore_networks import MAKE, scaled, tiny_qwen3, tiny_qwen3_moe, with_adapters
-from tests.support.what_runs import OF_EXPERTS, showing
+from tests.support.mcore_pynative import mcore_in_pynative
+from tests.support.what_runs import shows
 
 WIDTH = 17
 
@@ -99,19 +102,20 @@ def test_an_adapter_that_is_made_from_the_base_has_no_reference_yet(make_llama, 
 
 
 @pytest.mark.parametrize("random", [False, True], ids=["new", "loaded"])
-def test_the_reference_of_adapters_on_experts_computes_what_the_model_did(random, mindformers, graph_mode):
+def test_the_reference_of_adapters_on_experts_computes_what_the_model_did(random, mindformers):
     """A Morph would run the cell that was copied."""
     base = tiny_qwen3_moe(seq_length=WIDTH - 1)
     targets = {"target_modules": ["linear_proj"], "target_parameters": ["mlp.experts"]}
     network = with_adapters(base, lora_rank=2, lora_alpha=4, **targets)
     if random:
         set_random(network)
-    before = logits(network)
-    reference = reference_network(network)
-    for parameter in network.trainable_params():
-        parameter.set_data(Tensor(np.full(parameter.shape, 0.3, np.float32)))
-    np.testing.assert_allclose(logits(reference), before, rtol=0, atol=1e-5)
-    assert np.abs(logits(network) - before).max() > 0.01
+    with mcore_in_pynative():
+        before = logits(network)
+        reference = reference_network(network)
+        for parameter in network.trainable_params():
+            parameter.set_data(Tensor(np.full(parameter.shape, 0.3, np.float32)))
+        np.testing.assert_allclose(logits(reference), before, rtol=0, atol=1e-5)
+        assert np.abs(logits(network) - before).max() > 0.01
 
 
 def log_probabilities(network, ids, answers):
@@ -124,9 +128,28 @@ def log_probabilities(network, ids, answers):
     return np.where(answers[:, 1:] >= 0, chosen, 0).sum(-1)
 
 
-@pytest.mark.parametrize("model", showing("preference", always=OF_EXPERTS))
-def test_losses_on_routed_experts_are_those_of_the_logits(model, mindformers, graph_mode):
-    """With a reference, which is the base without the adapter, and without one; NumPy takes the logits of both."""
+# The graph's own part, the reference that is compiled beside the policy, is the same on both families.
+IN_GRAPH_MODE = [pytest.param("deepseek_v3", "dpo", marks=shows("preference", "deepseek_v3"))]
+IN_PYNATIVE = [("deepseek_v3", "orpo"), ("qwen3_moe", "dpo"), ("qwen3_moe", "orpo")]
+
+
+@pytest.mark.parametrize("model, name", IN_GRAPH_MODE)
+def test_losses_on_routed_experts_are_those_of_the_logits(model, name, mindformers, graph_mode):
+    loss, batch, expected = loss_on_experts(model, name)
+    assert float(loss.set_train()(*batch)[0].asnumpy()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model, name", IN_PYNATIVE)
+def test_losses_on_routed_experts_are_those_of_the_logits_in_pynative(model, name, mindformers):
+    loss, batch, expected = loss_on_experts(model, name)
+    with mcore_in_pynative():
+        for is_training in (True, False):
+            found = float(loss.set_train(is_training)(*batch)[0].asnumpy())
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def loss_on_experts(model, name):
+    """The cell of a loss, a batch of a pair, and what NumPy makes of the logits: the policy's, and a reference's."""
     ids = tokens()
     answers = np.where(np.arange(WIDTH) < np.array([[6], [9]]), -1, np.array([[0], [1]])).astype(np.int32)
     labels = np.where(answers >= 0, ids, -100).astype(np.int32)
@@ -139,17 +162,16 @@ def test_losses_on_routed_experts_are_those_of_the_logits(model, mindformers, gr
     apply_lora(adapted_base, LoraConfig(lora_rank=2, lora_alpha=4, **targets))
     freeze_base(adapted_base)
     set_random(adapted_base)
-    policy, reference = (log_probabilities(each, ids, answers) for each in (adapted_base, base))
+    with mcore_in_pynative():
+        policy, reference = (log_probabilities(each, ids, answers) for each in (adapted_base, base))
     assert np.abs(policy - reference).min() > 0.01
-    lengths = (answers[:, 1:] >= 0).sum(-1)
+    settings = preference_settings({"loss": "dpo", "beta": 0.3} if name == "dpo" else {"loss": name})
+    network = with_adapters(make(), lora_rank=2, lora_alpha=4, **targets)
+    loss = preference_loss(network, settings)
+    set_random(network)
     batch = [Tensor(array) for array in (ids[None], labels[None], answers[None], np.ones((1, 1), np.int32))]
-    for node, compared in (({"loss": "dpo", "beta": 0.3}, reference), ({"loss": "orpo"}, None)):
-        settings = preference_settings(node)
-        network = with_adapters(make(), lora_rank=2, lora_alpha=4, **targets)
-        loss = preference_loss(network, settings).set_train()
-        set_random(network)
-        expected = preference_oracle.pair_loss(settings, policy, compared, lengths)
-        assert float(loss(*batch)[0].asnumpy()) == pytest.approx(expected, rel=1e-5)
+    lengths, compared = (answers[:, 1:] >= 0).sum(-1), reference if name == "dpo" else None
+    return loss, batch, preference_oracle.pair_loss(settings, policy, compared, lengths)
 
 
 def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mindformers, graph_mode):
@@ -178,8 +200,10 @@ def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mi
         set_random(network)
         step.set_train()
         batch = [Tensor(array[None] if len(ids) == 2 else array) for array in (ids, labels, rows)]
+        batch.append(Tensor(np.ones((1, 1), np.int32)))
         # What the step differentiates.
-        losses.append(float(step.token_gradients.network(*batch, Tensor(np.ones((1, 1), np.int32)))[0].asnumpy()))
+        with mcore_in_pynative() if len(ids) == 2 else contextlib.nullcontext():
+            losses.append(float(step.token_gradients.network(*batch)[0].asnumpy()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and abs(losses[0] - np.log(2)) > 1e-3
 
 

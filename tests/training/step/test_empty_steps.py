@@ -9,6 +9,7 @@ from mindlora import LoraConfig, apply_lora, freeze_base
 from mindlora.training.several.stack import stack_adapters
 from mindlora.training.several.train_step import StackedAdamW, StackedTrainOneStepCell
 from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.conftest import in_mode
 
 ROWS, WIDTH, IGNORED = 4, 17, -100
 LORA = {"lora_rank": 4, "target_modules": ".*wq|.*w2"}
@@ -29,7 +30,7 @@ class OfAdapters(Falling):
 
 
 @pytest.fixture
-def network(make_llama, graph_mode):
+def network(make_llama):
     network = make_llama(num_layers=1)
     rng = np.random.default_rng(1)
     for parameter in network.get_parameters():
@@ -68,16 +69,17 @@ def assert_skips(step, batch, empty):
     assert not record.skipped and record.tokens > 0 and record.learning_rate == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_batch_without_labels_is_skipped(network, micro_batches):
+@pytest.mark.parametrize("micro_batches, step_mode", [(1, ms.PYNATIVE_MODE), (2, ms.GRAPH_MODE)])
+def test_a_batch_without_labels_is_skipped(network, micro_batches, step_mode):
     network = adapted(network)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
     step = LoraTrainOneStepCell(network, optimizer, micro_batches=micro_batches, use_clip_grad=True)
     ids = tokens(ROWS, WIDTH)
-    assert_skips(step, (ids, ids), (ids, np.full_like(ids, IGNORED)))
+    with in_mode(step_mode):
+        assert_skips(step, (ids, ids), (ids, np.full_like(ids, IGNORED)))
 
 
-def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(network, semi_auto_parallel):
+def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(network, semi_auto_parallel, graph_mode):
     network = adapted(network)
     scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
@@ -98,8 +100,8 @@ def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(netw
     assert not step(Tensor(ids), Tensor(ids))[1]
 
 
-@pytest.mark.parametrize("without", ["examples", "answers"])
-def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network, without):
+@pytest.mark.parametrize("without, step_mode", [("examples", ms.PYNATIVE_MODE), ("answers", ms.GRAPH_MODE)])
+def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network, without, step_mode):
     network = adapted(network)
     scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
@@ -109,11 +111,12 @@ def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network
     answers[:, 0, 6:12], answers[:, 1, 6:9] = 0, 1
     labels, pairs = np.where(answers >= 0, ids, IGNORED), np.ones((ROWS, 1), np.int32)
     nothing = {"examples": (answers, pairs * 0), "answers": (np.full_like(answers, -1), pairs)}[without]
-    assert_skips(step, (ids, labels, answers, pairs), (ids, np.full_like(ids, IGNORED), *nothing))
+    with in_mode(step_mode):
+        assert_skips(step, (ids, labels, answers, pairs), (ids, np.full_like(ids, IGNORED), *nothing))
     assert float(step.scale_sense.asnumpy()) == 1024
 
 
-def test_an_adapter_whose_rows_have_no_labels_is_skipped_and_the_others_are_not(network):
+def test_an_adapter_whose_rows_have_no_labels_is_skipped_and_the_others_are_not(network, graph_mode):
     stack = stack_adapters(network, [LoraConfig(**LORA), LoraConfig(**LORA)])
     stack.set_initial_values()
     step = StackedTrainOneStepCell(network, StackedAdamW(network.trainable_params(), OfAdapters()))

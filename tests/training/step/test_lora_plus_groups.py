@@ -45,7 +45,17 @@ def moved(optimizer, parameters):
 
 @pytest.mark.parametrize("kind", RATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_b_moves_ratio_times_as_far(optimizer, kind, mode):
+def test_b_moves_ratio_times_as_far(optimizer, kind, pynative_mode):
+    check_moves(optimizer, kind)
+
+
+@pytest.mark.parametrize("optimizer, kind", [("AdamWeightDecay", "schedule"), ("SGD", "list")])
+def test_b_moves_ratio_times_as_far_in_graph_mode(optimizer, kind, graph_mode):
+    """A rate is a number, a list that MindSpore reads by the step, or a cell that computes it; a tensor is a list."""
+    check_moves(optimizer, kind)
+
+
+def check_moves(optimizer, kind):
     tracks = []
     for ratio in (1, RATIO):
         model = network()

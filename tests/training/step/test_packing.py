@@ -12,8 +12,10 @@ from mindlora.data.conversion import Encoded
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.training.report.history import read_history
+from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.mcore_networks import MAKE, scaled, tiny_config, with_adapters
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.what_runs import shows
 
 BOS, EOS, PAD = 1, 2, 3
@@ -56,13 +58,19 @@ def logits_of(network, rows, boundary, count):
 
 
 @pytest.mark.parametrize("kind", BOUNDARIES)
-def test_an_example_has_the_logits_that_it_has_alone(mode, make_llama, kind):
-    check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), kind)
+def test_an_example_has_the_logits_that_it_has_alone(pynative_mode, make_llama, kind):
+    for _ in range(2):
+        check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), kind)
 
 
-@pytest.mark.parametrize("kind", BOUNDARIES)
-def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, graph_mode, kind):
-    check_logits(small_mcore_model("qwen3", LENGTH), kind)
+def test_an_example_has_the_logits_that_it_has_alone_in_graph_mode(make_llama):
+    check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), "bos", packed_mode=ms.GRAPH_MODE)
+
+
+@pytest.mark.parametrize("kind, packed_mode", [("bos", ms.GRAPH_MODE), ("padding", ms.PYNATIVE_MODE)])
+def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, kind, packed_mode):
+    with mcore_in_pynative():
+        check_logits(small_mcore_model("qwen3", LENGTH), kind, packed_mode)
 
 
 def small_mcore_model(model, seq_length):
@@ -71,7 +79,8 @@ def small_mcore_model(model, seq_length):
     return with_adapters(base, lora_rank=2, lora_alpha=4, target_modules=["linear_proj"])
 
 
-def check_logits(network, kind):
+def check_logits(network, kind, packed_mode=ms.PYNATIVE_MODE):
+    """Checks a network with the mask in a mode against the same one without, in PyNative."""
     from mindlora.training.step.packing import install_segment_mask, installed_boundary
 
     boundary = BOUNDARIES[kind]
@@ -83,8 +92,8 @@ def check_logits(network, kind):
     assert installed_boundary(network) is None
     install_segment_mask(network, boundary.token)
     assert installed_boundary(network) == boundary.token
-    network.compile_cache.clear()
-    found, unpacked = (logits_of(network, rows, boundary, len(alone)) for rows in (packed, alone))
+    with in_mode(packed_mode):
+        found, unpacked = (logits_of(network, rows, boundary, len(alone)) for rows in (packed, alone))
     assert found.keys() == expected.keys() and len(found) == len(examples)
     scale = max(np.abs(values).max() for values in expected.values())
     assert difference(found, expected) < 2e-6 * scale
@@ -124,13 +133,14 @@ MCORE = [
 
 
 @pytest.mark.parametrize("model", MCORE)
-def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(model, tmp_path, mindformers, graph_mode):
+def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(model, tmp_path, mindformers):
     def config(data, epochs, callbacks, **changes):
         pet = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["linear_proj"]}
         return tiny_config(data, epochs, callbacks, pet, model, **changes)
 
     network = small_mcore_model(model, SEQUENCE)
-    check_losses(network, scaled(MAKE[model](), 0.4), config, tmp_path)
+    with mcore_in_pynative():
+        check_losses(network, scaled(MAKE[model](), 0.4), config, tmp_path)
 
 
 def check_losses(network, base, tiny_config, tmp_path):

@@ -65,7 +65,17 @@ def weight_of(cell):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1, 100.0], ids=["no clipping", "clipped", "below the limit"])
 @pytest.mark.parametrize("scale_sense", [1.0, 1024.0])
-def test_outputs_and_step(mode, data, max_grad_norm, scale_sense):
+def test_outputs_and_step(pynative_mode, data, max_grad_norm, scale_sense):
+    check_outputs_and_step(data, max_grad_norm, scale_sense)
+
+
+@pytest.mark.parametrize("max_grad_norm, scale_sense", [(None, 1.0), (0.1, 1024.0)], ids=["no clipping", "clipped"])
+def test_outputs_and_step_in_graph_mode(graph_mode, data, max_grad_norm, scale_sense):
+    """A norm below the limit takes the graph of one above it, and a scale is a value in it."""
+    check_outputs_and_step(data, max_grad_norm, scale_sense)
+
+
+def check_outputs_and_step(data, max_grad_norm, scale_sense):
     weight, x, target = data
     clipping = {} if max_grad_norm is None else {"use_clip_grad": True, "max_grad_norm": max_grad_norm}
     cell = train_step(Loss(weight), scale_sense=scale_sense, **clipping)

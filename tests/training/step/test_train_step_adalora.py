@@ -158,7 +158,7 @@ def test_a_step_that_is_skipped_changes_nothing_of_it(graph_mode, data):
 def whole(tmp_path_factory):
     """A run that is saved at two steps: the folder, and its last state."""
     folder = tmp_path_factory.mktemp("whole")
-    with in_mode(0):
+    with in_mode(1):
         cell = train_step()
         for number, _ in run(cell, batches()):
             if number in (4, 7):
@@ -175,7 +175,7 @@ def params(cell, step):
 
 
 @pytest.mark.parametrize("stopped", [4, 7], ids=["while it falls", "at its end"])
-def test_a_resumed_run_is_the_same_run(graph_mode, whole, data, stopped):
+def test_a_resumed_run_is_the_same_run(pynative_mode, whole, data, stopped):
     resumed = train_step()
     randomize(resumed.network.trainable_params(), seed=7)
     training_state.restore(str(whole.folder / str(stopped)), params(resumed, stopped))
