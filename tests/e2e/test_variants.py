@@ -64,7 +64,7 @@ VARIANTS.update(
         for name, key in IN_4_BITS.items()
     }
 )
-# Of a Qwen3, a joined cell and a plain one adapt in what runs with each change; before a release, all of the others' do.
+# Of a Qwen3, a joined cell and a plain one adapt; of what runs before a release, all linear cells.
 ON_QWEN3 = ".*linear_(qkv|proj)"
 _LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "mica", "4 bits"]
 # What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits, and
