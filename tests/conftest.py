@@ -75,6 +75,8 @@ LONG = (
     "tests/test_documents.py::test_what_dividing_a_model_saves_is_what_plan_says",
     "tests/training/several/test_mcore_runs.py",
     "tests/training/several/test_rl_runs.py::test_a_llama_s_adapter",
+    "tests/training/several/test_rl_runs.py::test_an_adapter_does_so_on_experts",
+    "tests/training/several/test_rl_runs.py::test_an_adapter_does_so_with_the_whole_distribution_of_another",
 )
 
 

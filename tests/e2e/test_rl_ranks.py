@@ -26,6 +26,8 @@ KEYS = {
     "epochs": 2,
     "rate": 20.0,
     "changes": {"optimizer": {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1.0, "weight_decay": 0.0}},
+    # With the graphs of one process of training/rl/test_runs.py.
+    "model": {"params_dtype": "bfloat16"},
     # What is compared over the answers of all processes.
     "scale_rewards": "batch",
     "num_iterations": 2,
@@ -94,7 +96,7 @@ def test_a_resumed_run_ends_with_the_same_bits(folder, two):
 
 
 def test_a_reward_that_fails_on_one_rank_ends_all_with_an_error_that_names_it(library, folder):
-    _, logs = two_ranks(folder, "failed", code=1, reward_funcs="raising.py:fails_on_one")
+    _, logs = two_ranks(folder, "failed", code=1, beta=0.0, reward_funcs="raising.py:fails_on_one")
     for log in logs:
         lines = [line for line in log.splitlines() if line.startswith("mindlora-run: error:")]
         assert len(lines) == 1 and "rank 1: rl.reward_funcs: fails_on_one: it raised ValueError" in lines[0], lines

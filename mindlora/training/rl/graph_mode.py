@@ -137,6 +137,7 @@ class RlTrainOneStepCell(LoraTrainOneStepCell):
 
     # The number of the policy that callbacks see.
     number = 0
+    UNREAD_BY_GRAPHS = ("policies",)
 
     def __init__(self, network: nn.Cell, optimizer: nn.Optimizer, rl: Mapping, sampler: Mapping, **kwargs: Any):
         self.policies = Policies([policy_of("", rl_settings(rl), sampler["seed"])], sampler)

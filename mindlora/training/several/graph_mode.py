@@ -291,6 +291,8 @@ class StackedRlTrainOneStepCell(UpdatesOfPolicies, StackedStep):
         As in StackedTrainOneStepCell.
     """
 
+    UNREAD_BY_GRAPHS = ("policies",)
+
     def __init__(
         self, network: nn.Cell, optimizer: StackedAdamW, adapters: Sequence[Mapping], sampler: Mapping, **kwargs: Any
     ):

@@ -9,16 +9,18 @@ from mindspore.common import dtype as mstype
 
 from mindlora.core.errors import ConfigError
 from mindlora.network.save_load import save_lora
+from mindlora.network.tree import lora_cells
 from mindlora.training.launch import hooks  # noqa: F401
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.rl.gkd import row_divergences, teacher_network
 from mindlora.training.rl.policy_graphs import PolicyGradients
 from mindlora.training.rl.settings import rl_settings
+from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.divergences import divergences
 from tests.support.mcore_networks import scaled, tiny_qwen3, with_adapters
 
-ROWS, LENGTH, VOCABULARY = 3, 16, 64
+ROWS, LENGTH, VOCABULARY = 4, 16, 64
 TEMPERATURE = 1.3
 
 
@@ -36,7 +38,7 @@ def tied_qwen3(**pet):
 def llama(**pet):
     """The same of a Llama of the legacy models, whose base is in 16 bits."""
     config = MindFormerConfig(tiny_runs.LORA_YAML)
-    config.model.model_config.update({**tiny_runs.MODEL, "num_layers": 2, "pad_token_id": tiny_runs.PAD})
+    config.model.model_config.update({**tiny_runs.MODEL, "pad_token_id": tiny_runs.PAD})
     # As a base in 16 bits is held on a CPU.
     config.model.model_config.update({"param_init_type": "bfloat16", "embedding_init_type": "bfloat16"})
     config.model.model_config.pet_config.update({"lora_dropout": 0.0, **pet})
@@ -48,11 +50,11 @@ def llama(**pet):
     return network
 
 
-# Model, what its policy adapts, what its teacher does, beta. The heads of the last one have adapters.
+# Model, what its policy adapts, what its teacher does where it is not the same, beta of each part of the rows, and the
+# mode of the logits: mcore models have no other. The heads of the last one have adapters.
 CASES = {
-    "qwen3": (tied_qwen3, ".*qkv|.*fc2", r".*layers\.0.*fc2", 0.4),
-    "qwen3-base": (qwen3, ".*qkv|.*fc2", None, 1),
-    "llama-heads": (llama, r".*wq|.*lm_head", r".*layers\.1.*w2|.*lm_head", 0),
+    "qwen3": (tied_qwen3, ".*qkv|.*fc2", None, (0.4, 1), 0),
+    "llama-heads": (llama, ".*wq|.*lm_head", ".*w2|.*lm_head", (0,), 1),
 }
 
 
@@ -75,31 +77,34 @@ class Logits(nn.Cell):
         return self.network(tokens[:, :-1], labels[:, 1:])[0]
 
 
-def logits_of(network, tokens, labels):
-    network.set_train(False)
-    found = Logits(network).set_train(False)(Tensor(tokens), Tensor(labels)).asnumpy()
-    network.set_train(True)
+def logits_of(cell, seed, tokens, labels):
+    """The logits of Logits after its network has got other adapters."""
+    filled(cell.network, seed)
+    cell.set_train(False)
+    found = cell(Tensor(tokens), Tensor(labels)).asnumpy()
+    cell.set_train(True)
     return found.reshape(ROWS, LENGTH, VOCABULARY) / TEMPERATURE
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_divergences_are_those_of_the_logits_and_gradients_theirs(case, graph_mode, tmp_path):
-    make, of_policy, of_teacher, beta = CASES[case]
+    make, of_policy, of_teacher, betas, mode = CASES[case]
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
     labels = np.where(rng.random(tokens.shape) < 0.6, tokens, -100).astype(np.int32)
-    teacher = filled(make(lora_rank=3, lora_alpha=6, target_modules=of_teacher or of_policy), 2)
-    save_lora(teacher, str(tmp_path / "teacher"))
-    if of_teacher is None:
-        for parameter in teacher.trainable_params():
-            parameter.set_data(Tensor(np.zeros(parameter.shape, np.float32)))
-    policy = filled(make(lora_rank=2, lora_alpha=4, target_modules=of_policy), 1)
-    logits = [logits_of(network, tokens, labels) for network in (policy, teacher)]
-    expected, _ = divergences(*logits, beta)
+    policy = make(lora_rank=2, lora_alpha=4, target_modules=of_policy)
+    teacher = policy if of_teacher is None else make(lora_rank=3, lora_alpha=6, target_modules=of_teacher)
+    of_both = Logits(policy)
+    with in_mode(mode):
+        taught = logits_of(of_both if teacher is policy else Logits(teacher), 2, tokens, labels)
+        save_lora(teacher, str(tmp_path / "teacher"))
+        logits = logits_of(of_both, 1, tokens, labels), taught
+    parts = zip(*(np.split(each, len(betas)) for each in logits), betas)
+    expected = np.concatenate([divergences(*part)[0] for part in parts])
 
     assert put_loss_in_pieces(policy, 5, True)
-    named = "base" if of_teacher is None else str(tmp_path / "teacher")
-    rows = row_divergences(policy, [rl_settings({"teacher": named, "temperature": TEMPERATURE, "gkd": {"beta": beta}})])
+    keys = {"teacher": str(tmp_path / "teacher"), "temperature": TEMPERATURE}
+    rows = row_divergences(policy, [rl_settings({**keys, "gkd": {"beta": beta}}) for beta in betas])
     rows.set_train(True)
     graph = PolicyGradients(rows, tuple(policy.trainable_params()))
     counted = labels[:, 1:] != -100
@@ -133,6 +138,11 @@ def test_the_base_stays_one_and_the_teachers_parameters_do_not_train(graph_mode,
     assert own and all("mindpet_delta_lora" in parameter.name for parameter in own)
     assert not any(parameter.requires_grad for parameter in own)
     assert not {parameter.name for parameter in own} & {parameter.name for parameter in policy.get_parameters()}
+    # The base as a teacher is the policy without its adapter.
+    base = teacher_network(policy, None)
+    assert not list(lora_cells(base))
+    frozen = [parameter for parameter in policy.get_parameters() if not parameter.requires_grad]
+    assert list(map(id, base.get_parameters())) == list(map(id, frozen))
 
 
 def test_logits_that_are_made_at_once_are_refused(graph_mode):

@@ -1,6 +1,5 @@
 """Several adapters that learn from rewards in one run: each learns what it learns alone."""
 
-import functools
 import json
 import re
 import shutil
@@ -9,27 +8,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mindlora import save_lora
 from mindlora.training.report.history import read_history
 from tests.support import rl_runs, tiny_runs
+from tests.support.mcore_networks import tiny_qwen3_moe, with_adapters
+from tests.support.networks import normal
 from tests.support.rl_runs import OF_GKD, start
 from tests.support.what_runs import shows
 
 STEPS = 6
-# The first has no reference, and the second has one.
+# The first has no reference, and the second has one. Alone, both have the same graphs besides.
 ADAPTERS = {
     "first": {"seed": 1, "rl": {"seed": 1, "beta": 0.0}},
-    "second": {
-        **{"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3},
-        "rl": {"seed": 2, "algorithm": "rloo", "num_generations": 5},
-    },
+    "second": {"seed": 2, "learning_rate": 2.0e-2, "rl": {"seed": 2, "algorithm": "rloo"}},
 }
 # What ends a run with an error, what the calls of a reward are, and an adapter whose held-out reward always rises.
 REWARDS = """
 def forgets(prompts, completions, **columns):
     return [0.0]
-
-def share_of_t(prompts, completions, **columns):
-    return [text.count("t") / max(len(text), 1) for text in completions]
 
 def is_always_one(prompts, completions, **columns):
     with open("calls.txt", "a") as file:
@@ -61,7 +57,9 @@ def nodes(adapters):
 
 
 def run(*arguments, **keys):
-    """Runs it, and returns its output folder."""
+    """Runs it, and returns its output folder; the base of a Qwen3 is in 16 bits."""
+    if "model_type" not in keys:
+        keys["model"] = {"params_dtype": "bfloat16"}
     result, output = start(*arguments, **keys)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return output
@@ -113,6 +111,51 @@ def test_an_adapter_learns_what_it_learns_alone(folder, both, name):
     is_same(both / name, alone(folder, "alone_", name))
 
 
+# With no reference, and a teacher beside the rewards. The graphs are those of ADAPTERS.
+TAUGHT = {
+    "still": {"seed": 1, "rl": {"reward_funcs": "several.py:is_always_one"}},
+    "moves": {"seed": 2, "learning_rate": 2.0e-2, "rl": {"seed": 2, "reward_funcs": "several.py:share_of_e"}},
+}
+OF_TAUGHT = {"teacher": "base", "structured_outputs": None, "beta": 0.0}
+STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
+
+
+@pytest.fixture(scope="module")
+def stopped(library, folder):
+    """The output folder of a run in which one adapter stops at step 4, and its keys."""
+    keys = {"pet": {"adapters": nodes(TAUGHT)}, "callbacks": [STOP], **OF_TAUGHT}
+    return run(folder, "stopped", **keys), keys
+
+
+def test_an_adapter_that_has_stopped_is_not_sampled_while_the_others_go_on(folder, stopped):
+    output, _ = stopped
+    record = json.loads((output / "adapters.json").read_text(encoding="utf-8"))
+    ended = {each["name"]: each["ended"]["step"] for each in record["adapters"] if each["ended"]}
+    assert ended["still"] == 4 and "EarlyStopping" in json.dumps(read_history(str(output / "still")).events)
+    # Two steps of two prompts with seven answers each, and the held-out prompts, twice.
+    assert (folder / "calls.txt").read_text(encoding="utf-8").split() == ["14", "14", "4"] * 2
+
+
+def test_the_others_learn_from_their_teacher_what_they_learn_alone(folder, stopped):
+    output, keys = stopped
+    own = dict(TAUGHT["moves"])
+    rl, rate = own.pop("rl"), own.pop("learning_rate")
+    by_itself = run(folder, "moves_alone", **{**keys, "pet": own, "rate": rate, **rl})
+    is_same(output / "moves", by_itself)
+    of_teacher = [read_history(str(each)).series("teacher/kl")[1] for each in (output / "moves", by_itself)]
+    assert len(of_teacher[0]) == STEPS and np.abs(of_teacher[0][1:]).min() > 0
+    np.testing.assert_allclose(*of_teacher, rtol=0, atol=1e-5)
+
+
+def test_a_resumed_run_samples_and_learns_the_same(folder, stopped):
+    whole, keys = stopped
+    shutil.copytree(whole, folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "moves" / "lora_checkpoint" / "step_6")
+    resumed = run(folder, "resumed", resume=True, **keys)
+    for step in ("moves/lora_checkpoint/step_6", "still/lora_checkpoint/step_4"):
+        tiny_runs.assert_same_state(*(output / step for output in (whole, resumed)))
+
+
 def test_the_adapters_are_compared_by_their_held_out_rewards(both):
     (comparison,) = json.loads((both / "comparison.json").read_text(encoding="utf-8"))
     assert comparison["measure"]["name"] == "held-out reward"
@@ -133,41 +176,17 @@ def test_a_llama_s_adapter_does_so_on_a_base_in_four_bits(library, folder):
     is_same(output / "second", run(folder, "llama_alone", model_type="llama", pet=own, rate=rate, **rl))
 
 
-TAUGHT = {
-    "first": {"seed": 1, "rl": {"seed": 1}},
-    "second": {"seed": 2, "learning_rate": 2.0e-2, "lora_rank": 3, "rl": {"seed": 2, "num_generations": 5}},
-}
 EXPERTS = {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}
 ON_EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
-OF_TAUGHT = {
-    # A teacher beside the rewards, and a base in 16 bits.
-    "taught": ({"model": {"params_dtype": "bfloat16"}, "teacher": "base", "structured_outputs": None}, {}),
-    "experts": (EXPERTS, ON_EXPERTS),
-}
 
 
-@pytest.fixture(scope="module")
-def taught(library, folder):
-    """A function: the output folder of a run of OF_TAUGHT, and its keys."""
-
-    @functools.lru_cache(maxsize=None)
-    def made(name):
-        keys, pet = OF_TAUGHT[name]
-        keys = {**keys, "reward_funcs": "several.py:share_of_t"}
-        return run(folder, name, pet={**pet, "adapters": nodes(TAUGHT)}, **keys), keys
-
-    return made
-
-
-@shows("several", "qwen3")
-@shows("several", "qwen3_moe")
-@shows("rl", "qwen3_moe")
-@pytest.mark.parametrize("name", list(OF_TAUGHT))
-def test_an_adapter_does_so_with_a_teacher_and_on_experts(folder, taught, name):
-    output, keys = taught(name)
-    own = {**TAUGHT["second"], **OF_TAUGHT[name][1]}
+def test_an_adapter_does_so_on_experts(library, folder):
+    second = {**ADAPTERS["second"], "lora_rank": 3}
+    adapters = {**ADAPTERS, "second": {**second, "rl": {**second["rl"], "num_generations": 5}}}
+    output = run(folder, "experts", pet={**ON_EXPERTS, "adapters": nodes(adapters)}, **EXPERTS)
+    own = {**adapters["second"], **ON_EXPERTS}
     rl, rate = own.pop("rl"), own.pop("learning_rate")
-    is_same(output / "second", run(folder, f"{name}_alone", pet=own, rate=rate, **{**keys, **rl}))
+    is_same(output / "second", run(folder, "experts_alone", pet=own, rate=rate, **EXPERTS, **rl))
 
 
 # Adapters that learn a teacher's distribution: one from completions of the data, one from answers of its teacher.
@@ -200,55 +219,36 @@ def test_an_adapter_does_so_with_the_whole_distribution_of_another(folder, both)
         learns_the_same_distribution(folder, output, name, keys)
 
 
-def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(folder, taught):
-    teacher, _ = taught("experts")
-    keys = {**OF_GKD, **EXPERTS, "teacher": str(teacher / "first" / "lora_checkpoint" / "step_6")}
+@pytest.fixture(scope="module")
+def on_experts(mindformers, folder):
+    """An adapter on linear cells and experts, with random values."""
+    network = with_adapters(tiny_qwen3_moe(**rl_runs.SIZES), **{**rl_runs.PET, **ON_EXPERTS})
+    values = {parameter.name: 0.2 * normal(*parameter.shape) for parameter in network.trainable_params()}
+    # With values of its own, it names no base that it was trained on.
+    save_lora(network, str(folder / "on_experts"), values=values)
+    return str(folder / "on_experts")
+
+
+@shows("several", "qwen3_moe")
+@shows("rl", "qwen3_moe")
+def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(library, folder, on_experts):
+    keys = {**OF_GKD, **EXPERTS, "teacher": on_experts}
     output = run(folder, "generalized_experts", pet={**ON_EXPERTS, "adapters": nodes(GENERALIZED)}, **keys)
     learns_the_same_distribution(folder, output, "second", keys, ON_EXPERTS)
-
-
-STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
-
-
-@pytest.fixture(scope="module")
-def stopped(library, folder):
-    """The output folder of a run in which one adapter stops at step 4, and what else it needs."""
-    rl = [{"reward_funcs": f"several.py:{name}", "beta": 0.0} for name in ("is_always_one", "share_of_e")]
-    adapters = {"still": {"rl": rl[0]}, "moves": {"rl": rl[1]}}
-    keys = {"pet": {"adapters": nodes(adapters)}, "callbacks": [STOP]}
-    return run(folder, "stopped", **keys), keys
-
-
-def test_an_adapter_that_has_stopped_is_not_sampled_while_the_others_go_on(folder, stopped):
-    output, _ = stopped
-    record = json.loads((output / "adapters.json").read_text(encoding="utf-8"))
-    ended = {each["name"]: each["ended"]["step"] for each in record["adapters"] if each["ended"]}
-    assert ended["still"] == 4 and "EarlyStopping" in json.dumps(read_history(str(output / "still")).events)
-    assert (output / "moves" / "lora_checkpoint" / "step_6").is_dir()
-    # Two steps of two prompts with seven answers each, and the held-out prompts, twice.
-    assert (folder / "calls.txt").read_text(encoding="utf-8").split() == ["14", "14", "4"] * 2
-
-
-def test_a_resumed_run_samples_and_learns_the_same(folder, stopped):
-    whole, keys = stopped
-    shutil.copytree(whole, folder / "resumed")
-    shutil.rmtree(folder / "resumed" / "moves" / "lora_checkpoint" / "step_6")
-    resumed = run(folder, "resumed", resume=True, **keys)
-    for step in ("moves/lora_checkpoint/step_6", "still/lora_checkpoint/step_4"):
-        tiny_runs.assert_same_state(*(output / step for output in (whole, resumed)))
 
 
 @pytest.mark.parametrize(
     "rl, message",
     [
-        ({"reward_funcs": "several.py:forgets"}, "adapter second: .*forgets: it returned 1 rewards for 10 completions"),
+        ({"reward_funcs": "several.py:forgets"}, "adapter second: .*forgets: it returned 1 rewards for 14 completions"),
         ({"max_disagreement": 1e-9}, "adapter second: Sampler and trainer differ by .*"),
     ],
 )
 def test_what_fails_ends_the_run_with_one_error_that_names_the_adapter(library, folder, rl, message):
     second = ADAPTERS["second"]
     adapters = {**ADAPTERS, "second": {**second, "rl": {**second["rl"], **rl}}}
-    result, _ = start(folder, "failed", pet={"adapters": nodes(adapters)})
+    model = {"params_dtype": "bfloat16"}
+    result, _ = start(folder, "failed", model=model, pet={"adapters": nodes(adapters)})
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
