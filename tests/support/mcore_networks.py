@@ -89,6 +89,13 @@ def mcore_context():
         yield
 
 
+@contextlib.contextmanager
+def mcore_in_pynative():
+    """Lets PyNative compute what it holds of mcore models: an operator made of a function, a Morph, is the function."""
+    with mock.patch("mindspore.ops.Morph.__call__", lambda morph, *inputs: morph.__morph_fn__(*inputs)):
+        yield
+
+
 def tiny_qwen3(seed=0, **keys):
     """Returns a Qwen3 as MindFormers trains it, of the sizes in TINY, with random weights."""
     from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
