@@ -15,6 +15,7 @@ from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
 from tests.support.what_runs import shows
 
+
 @pytest.fixture(scope="module")
 def base(mindformers, tmp_path_factory):
     return save_for_transformers(qwen3(tied=False), tmp_path_factory.mktemp("qwen3"))
@@ -36,9 +37,8 @@ def test_the_logits_are_the_same(base, peer, tmp_path, pynative_mode):
     network = adapted("all-linear")
     assert len(list(lora_cells(network))) == 4 * LAYERS
     with mcore_in_pynative():
-        plain, found = (
-            model.set_train(False)(Tensor(ids)).asnumpy().reshape(*ids.shape, -1) for model in (qwen3(tied=False), network)
-        )
+        both = [model.set_train(False)(Tensor(ids)).asnumpy() for model in (qwen3(tied=False), network)]
+    plain, found = (logits.reshape(*ids.shape, -1) for logits in both)
     save_lora(network, tmp_path / "adapter")
     peer.logits(model=base, ids=ids.tolist(), path=tmp_path / "logits.npy", adapter=tmp_path / "adapter")
     np.testing.assert_allclose(found, np.load(tmp_path / "logits.npy"), rtol=0, atol=2e-5)
