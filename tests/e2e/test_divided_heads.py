@@ -32,4 +32,4 @@ def test_losses_and_weights_are_those_of_one_process(runs, name):
 
 
 def test_the_log_says_that_no_logits_of_all_tokens_are_made(runs):
-    assert all("Head and loss: 5 tokens at a time" in log for log in runs[2])
+    assert all("Head and loss: 40 tokens at a time" in log for log in runs[2])

@@ -10,7 +10,14 @@ from mindlora.network.load_base import load_base
 from mindlora.training.model.mcore_model import McoreRows
 from tests.conftest import in_mode
 from tests.peers.conftest import TOKENS, llama_keys
-from tests.support.mcore_networks import keys_of_folder, save_for_transformers, scaled, tiny_classifier, tiny_qwen3
+from tests.support.mcore_networks import (
+    keys_of_folder,
+    mcore_in_pynative,
+    save_for_transformers,
+    scaled,
+    tiny_classifier,
+    tiny_qwen3,
+)
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
 from tests.support.what_runs import shows
@@ -46,8 +53,9 @@ _LONG = [pytest.param(model, marks=pytest.mark.long) for model in cases.EXPERT_M
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", *_LONG])
 def family(request):
-    """The architecture: MindFormers' legacy Llama in PyNative, or one of its mcore models in graph mode."""
-    with in_mode(ms.GRAPH_MODE if request.param in MCORE else ms.PYNATIVE_MODE):
+    """The architecture: MindFormers' legacy Llama or its mcore Qwen3 in PyNative, or one with experts in graph mode."""
+    mode = ms.GRAPH_MODE if request.param in cases.EXPERT_MODELS else ms.PYNATIVE_MODE
+    with in_mode(mode), mcore_in_pynative():
         yield request.param
 
 
@@ -174,7 +182,8 @@ def test_a_pair_is_compared_by_the_rewards_that_peft_gives(model, peer, family, 
     # Prompts of three tokens.
     answers[:, :3] = -1
     columns = [ids, np.where(answers >= 0, ids, -100).astype(np.int32), answers]
-    total, sums = loss(*(Tensor(column[None]) for column in columns), Tensor(np.ones((1, 1), np.int32)))
+    with in_mode(ms.GRAPH_MODE if family in MCORE else ms.PYNATIVE_MODE):
+        total, sums = loss(*(Tensor(column[None]) for column in columns), Tensor(np.ones((1, 1), np.int32)))
     chosen, rejected = peft_scores(peer, model, adapter, "SEQ_CLS", tmp_path, IDS[1:], 1)[:, 0]
     assert abs(float(total.asnumpy()) - np.logaddexp(0, rejected - chosen)) < 2e-5
     found = preference_measures(sums.asnumpy(), settings)

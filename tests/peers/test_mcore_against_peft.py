@@ -9,12 +9,14 @@ from mindlora.core.numerics.nf4 import dequantize, quantize
 from mindlora.files.adapters import files
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
-from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
+from tests.conftest import in_mode
+from tests.support.mcore_networks import TINY, mcore_in_pynative, save_for_transformers, tiny_qwen3, tokens
 from tests.support.networks import normal
 from tests.support.what_runs import shows
 
-pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
-
+# The adapters whose networks are compiled; those of the others are computed in PyNative. tests/e2e/test_variants.py
+# compiles each variant.
+COMPILED = ("linear cells", "tied embedding and head", "adalora")
 LAYERS, IDS, TOLERANCE = 2, tokens(rows=1), 2e-5
 
 
@@ -41,6 +43,13 @@ ADAPTERS = {
     "miss": (False, {"lora_rank": 4, "target_modules": "all-linear", "use_miss": True}),
     "vera": (False, {"lora_rank": 6, "target_modules": ["linear_proj", "linear_fc2"], "use_vera": True}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _mode(request, mindformers):
+    compiled = getattr(request.node, "callspec", None) is None or request.node.callspec.params["name"] in COMPILED
+    with in_mode(0 if compiled else 1), mcore_in_pynative():
+        yield
 
 
 def qwen3(tied):

@@ -10,12 +10,10 @@ from mindlora.network.tree import lora_cells
 from tests.peers.test_alora_against_peft import INVOCATION, rows
 from tests.peers.test_load_from_peft import key_of
 from tests.peers.test_mcore_against_peft import LAYERS, qwen3
-from tests.support.mcore_networks import TINY, save_for_transformers
+from tests.support.mcore_networks import TINY, mcore_in_pynative, save_for_transformers
 from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
 from tests.support.what_runs import shows
-
-pytestmark = pytest.mark.usefixtures("module_in_graph_mode")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +32,13 @@ def adapted(targets):
     return network
 
 
-def test_the_logits_are_the_same(base, peer, tmp_path):
+def test_the_logits_are_the_same(base, peer, tmp_path, pynative_mode):
     ids = rows(16) % TINY["vocab_size"]
-    plain = qwen3(tied=False)(Tensor(ids)).asnumpy().reshape(*ids.shape, -1)
     network = adapted("all-linear")
     assert len(list(lora_cells(network))) == 4 * LAYERS
-    found = network.set_train(False)(Tensor(ids)).asnumpy().reshape(*ids.shape, -1)
+    with mcore_in_pynative():
+        both = [model.set_train(False)(Tensor(ids)).asnumpy() for model in (qwen3(tied=False), network)]
+    plain, found = (logits.reshape(*ids.shape, -1) for logits in both)
     save_lora(network, tmp_path / "adapter")
     peer.logits(model=base, ids=ids.tolist(), path=tmp_path / "logits.npy", adapter=tmp_path / "adapter")
     np.testing.assert_allclose(found, np.load(tmp_path / "logits.npy"), rtol=0, atol=2e-5)
@@ -64,7 +63,7 @@ class Gradients(nn.Cell):
 
 
 @shows("alora", "qwen3")
-def test_the_gradients_are_the_same(base, peer, tmp_path):
+def test_the_gradients_are_the_same(base, peer, tmp_path, graph_mode):
     ids = rows(16) % TINY["vocab_size"]
     network = adapted(["o_proj", "down_proj"])
     save_lora(network, tmp_path / "adapter")

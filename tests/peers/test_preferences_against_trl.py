@@ -245,12 +245,11 @@ def test_steps_of_training(trl, make_adapted):
     network = make_adapted()
     node = CASES["dpo"][2]
     optimizer = AdamW(network.trainable_params(), 1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    with in_mode(ms.GRAPH_MODE):
-        step = LoraTrainOneStepCell(network, optimizer, preference=node)
-        load_lora(network, str(folder / "adapter"))
-        step.set_train()
-        batch = columns_of(files["pairs"], preference_settings(node))
-        losses = [float(step(*batch)[0].asnumpy()) for _ in range(STEPS)]
+    step = LoraTrainOneStepCell(network, optimizer, preference=node)
+    load_lora(network, str(folder / "adapter"))
+    step.set_train()
+    batch = columns_of(files["pairs"], preference_settings(node))
+    losses = [float(step(*batch)[0].asnumpy()) for _ in range(STEPS)]
     np.testing.assert_allclose(losses, results["losses"], rtol=1e-5)
     expected = gradients_of(results, "trained")
     worst = max(np.abs(p.asnumpy() - expected[adapted_here(p.name)]).max() for p in network.trainable_params())

@@ -1,7 +1,10 @@
 """Trains small mcore models that are divided between the processes of a semi-automatic parallel run, or in one.
 
-Started with a folder and the names of MODELS. Each is trained for some steps, and a rank writes its losses and weights
-to NAME-RANK.npz there, and what LoraCheckpoint and write_slices save to NAME/RANK.
+Started with a folder, the one in which one process has trained them, and the names of MODELS. Each is trained for some
+steps, and a rank writes its losses and weights to NAME-RANK.npz there, and what LoraCheckpoint and write_slices save to
+NAME/RANK.
+
+One process trains a model without experts in PyNative, which compiles nothing.
 """
 
 import importlib
@@ -12,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindformers.modules.transformer import TransformerOpParallelConfig
 from mindformers.wrapper import wrapper
-from mindspore import Tensor, nn, ops
+from mindspore import nn
 from mindspore.communication import get_rank
 
 from mindlora.training.callbacks.lora_checkpoint import LoraCheckpoint
@@ -23,25 +26,24 @@ from mindlora.training.model.network import base_of
 from mindlora.training.resume import sharded_adapter
 from mindlora.training.step import train_step
 from tests.support import divided_heads, semi_automatic
-from tests.support.mcore_networks import TINY, filled, mcore_context, scaled, with_adapters
+from tests.support.mcore_networks import TINY, filled, mcore_context, mcore_in_pynative, scaled, with_adapters
 from tests.support.moe_networks import QWEN3_MOE
 
-# A piece does not divide the tokens.
-STEPS, SAVED, PIECE = divided_heads.STEPS, 2, 24
+STEPS, SAVED, PIECE = divided_heads.STEPS, 2, divided_heads.PIECE
 PET = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": "all-linear"}
 TRAINS = {"modules_to_save": ["lm_head"]}
 EXPERTS = {"target_modules": ["linear_qkv", "linear_proj"], "target_parameters": ["mlp.experts"]}
-BEFORE, GOES_ON = "a Qwen3 whose head trains", "a Qwen3 that goes on"
+# Two processes begin this one with the adapter that one process has saved on its way.
+GOES_ON = "a Qwen3 whose head trains"
 # How it is divided, changes of its sizes, and keys of pet_config.
 MODELS = {
-    BEFORE: ("model_parallel", {}, TRAINS),
-    GOES_ON: ("model_parallel", {}, {**TRAINS, "adapter_path": f"{BEFORE}/0/step_{SAVED}"}),
+    GOES_ON: ("model_parallel", {}, TRAINS),
     "a Qwen3 with LoRA on its head": ("model_parallel", {}, {"target_modules": ["linear_qkv", "output_layer"]}),
     "a Qwen3-MoE": ("expert_parallel", QWEN3_MOE, EXPERTS),
 }
 
 
-def built(devices, folder, axis, sizes, pet_keys):
+def built(devices, axis, sizes, pet_keys):
     """Returns a tiny Qwen3 or Qwen3-MoE with adapters, the same at each call."""
     package = "qwen3_moe" if "num_experts" in sizes else "qwen3"
     name = "Qwen3Moe" if "num_experts" in sizes else "Qwen3"
@@ -56,7 +58,6 @@ def built(devices, folder, axis, sizes, pet_keys):
         network = getattr(model, f"Training{name}ForCausalLM")(sizes)
         scaled(filled(network, 0), 0.5)
         if "adapter_path" in keys:
-            keys["adapter_path"] = os.path.join(folder, keys["adapter_path"])
             return with_adapters(network, **keys)
         return scaled(filled(with_adapters(network, **keys), 0), 0.5)
 
@@ -90,9 +91,8 @@ def train(network, saved, steps):
     return losses.losses, {parameter.name: parameter.asnumpy() for parameter in network.trainable_params()}
 
 
-def main(folder, *names):
+def main(folder, alone, *names):
     os.environ.update(RUN_MODE="train", LOG_MF_PATH=os.path.join(folder, "log_mf"))
-    ms.set_context(mode=ms.GRAPH_MODE)
     devices, rank = int(os.environ.get("MS_WORKER_NUM", "1")), 0
     if devices > 1:
         semi_automatic.start()
@@ -101,13 +101,17 @@ def main(folder, *names):
         pet.use_mcore_cpu_cells = cells.use_divided_cpu_cells
         train_step.use_mcore_cpu_cells = lambda network: None
     for name in names:
-        network = built(devices, folder, *MODELS[name])
-        steps = range(SAVED if name == GOES_ON else 0, STEPS)
-        losses, weights = train(network, os.path.join(folder, name, str(rank)), steps)
+        axis, sizes, keys = MODELS[name]
+        begun = SAVED if devices > 1 and name == GOES_ON else 0
+        if begun:
+            keys = {**keys, "adapter_path": os.path.join(alone, name, "0", f"step_{begun}")}
+        if devices == 1:
+            # PyNative compiles the experts' gradients at each step, for longer than the whole graph takes.
+            ms.set_context(mode=ms.GRAPH_MODE if "num_experts" in sizes else ms.PYNATIVE_MODE)
+        with mcore_in_pynative():
+            network = built(devices, axis, sizes, keys)
+            losses, weights = train(network, os.path.join(folder, name, str(rank)), range(begun, STEPS))
         np.savez(os.path.join(folder, f"{name}-{rank}.npz"), losses=losses, **weights)
-        if devices > 1:
-            # What rank 0 has written is there for the next model of both.
-            ops.AllReduce()(Tensor([1.0])).asnumpy()
 
 
 if __name__ == "__main__":
