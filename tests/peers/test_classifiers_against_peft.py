@@ -12,12 +12,12 @@ from tests.conftest import in_mode
 from tests.peers.conftest import TOKENS, llama_keys
 from tests.support.mcore_networks import (
     keys_of_folder,
-    mcore_in_pynative,
     save_for_transformers,
     scaled,
     tiny_classifier,
     tiny_qwen3,
 )
+from tests.support.mcore_pynative import pynative_operators
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
 from tests.support.what_runs import shows
@@ -55,7 +55,7 @@ _LONG = [pytest.param(model, marks=pytest.mark.long) for model in cases.EXPERT_M
 def family(request):
     """The architecture: MindFormers' legacy Llama or its mcore Qwen3 in PyNative, or one with experts in graph mode."""
     mode = ms.GRAPH_MODE if request.param in cases.EXPERT_MODELS else ms.PYNATIVE_MODE
-    with in_mode(mode), mcore_in_pynative():
+    with in_mode(mode), pynative_operators():
         yield request.param
 
 

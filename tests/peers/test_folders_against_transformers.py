@@ -13,7 +13,8 @@ from mindlora.data.tokenizers import fit_tokenizer
 from mindlora.files.base.convert import convert_base
 from mindlora.network.load_base import load_base
 from tests.conftest import in_mode
-from tests.support.mcore_networks import for_a_cpu, in_training, mcore_context, mcore_in_pynative
+from tests.support.mcore_networks import for_a_cpu, in_training, mcore_context
+from tests.support.mcore_pynative import pynative_operators
 
 # The parts of a model that a YAML must carry: sizes that differ from each other, few heads of keys.
 SIZES = {
@@ -133,7 +134,7 @@ def test_a_legacy_model_is_transformers_model(name, drafted, pynative_mode):
 @pytest.fixture
 def on_a_cpu():
     """Lets MindFormers build and run mcore models, in training and on a CPU."""
-    with in_training(), mcore_context(), mcore_in_pynative():
+    with in_training(), mcore_context(), pynative_operators():
         yield
 
 

@@ -10,7 +10,8 @@ from mindlora.files.adapters import files
 from mindlora.files.base.merge import merge_checkpoint
 from mindlora.network.tree import lora_cells
 from tests.conftest import in_mode
-from tests.support.mcore_networks import TINY, mcore_in_pynative, save_for_transformers, tiny_qwen3, tokens
+from tests.support.mcore_networks import TINY, save_for_transformers, tiny_qwen3, tokens
+from tests.support.mcore_pynative import pynative_operators
 from tests.support.networks import normal
 from tests.support.what_runs import shows
 
@@ -48,7 +49,7 @@ ADAPTERS = {
 @pytest.fixture(autouse=True)
 def _mode(request, mindformers):
     compiled = getattr(request.node, "callspec", None) is None or request.node.callspec.params["name"] in COMPILED
-    with in_mode(0 if compiled else 1), mcore_in_pynative():
+    with in_mode(0 if compiled else 1), pynative_operators():
         yield
 
 

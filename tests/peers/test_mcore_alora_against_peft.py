@@ -10,7 +10,8 @@ from mindlora.network.tree import lora_cells
 from tests.peers.test_alora_against_peft import INVOCATION, rows
 from tests.peers.test_load_from_peft import key_of
 from tests.peers.test_mcore_against_peft import LAYERS, qwen3
-from tests.support.mcore_networks import TINY, mcore_in_pynative, save_for_transformers
+from tests.support.mcore_networks import TINY, save_for_transformers
+from tests.support.mcore_pynative import pynative_operators
 from tests.support.networks import randomize
 from tests.support.peers.peer import arrays
 from tests.support.what_runs import shows
@@ -36,7 +37,7 @@ def test_the_logits_are_the_same(base, peer, tmp_path, pynative_mode):
     ids = rows(16) % TINY["vocab_size"]
     network = adapted("all-linear")
     assert len(list(lora_cells(network))) == 4 * LAYERS
-    with mcore_in_pynative():
+    with pynative_operators():
         both = [model.set_train(False)(Tensor(ids)).asnumpy() for model in (qwen3(tied=False), network)]
     plain, found = (logits.reshape(*ids.shape, -1) for logits in both)
     save_lora(network, tmp_path / "adapter")

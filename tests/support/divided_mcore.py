@@ -26,7 +26,8 @@ from mindlora.training.model.network import base_of
 from mindlora.training.resume import sharded_adapter
 from mindlora.training.step import train_step
 from tests.support import divided_heads, semi_automatic
-from tests.support.mcore_networks import TINY, filled, mcore_context, mcore_in_pynative, scaled, with_adapters
+from tests.support.mcore_networks import TINY, filled, mcore_context, scaled, with_adapters
+from tests.support.mcore_pynative import pynative_operators
 from tests.support.moe_networks import QWEN3_MOE
 
 STEPS, SAVED, PIECE = divided_heads.STEPS, 2, divided_heads.PIECE
@@ -108,7 +109,7 @@ def main(folder, alone, *names):
         if devices == 1:
             # PyNative compiles the experts' gradients at each step, for longer than the whole graph takes.
             ms.set_context(mode=ms.GRAPH_MODE if "num_experts" in sizes else ms.PYNATIVE_MODE)
-        with mcore_in_pynative():
+        with pynative_operators():
             network = built(devices, axis, sizes, keys)
             losses, weights = train(network, os.path.join(folder, name, str(rank)), range(begun, STEPS))
         np.savez(os.path.join(folder, f"{name}-{rank}.npz"), losses=losses, **weights)

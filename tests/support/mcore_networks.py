@@ -8,7 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from tests.support import tiny_runs
 
@@ -86,18 +86,6 @@ def mcore_context():
             module = importlib.import_module(f"mindformers.models.{name}")
             if hasattr(module, "get_context"):
                 stack.enter_context(mock.patch.object(module, "get_context", {"mode": 0}.get))
-        yield
-
-
-@contextlib.contextmanager
-def mcore_in_pynative():
-    """Lets PyNative compute mcore models while it lasts, of which two operators are for graphs alone on a CPU.
-
-    An operator made of a function, a Morph, is the function; routers take one-hot vectors of another operator.
-    """
-    of_morph = mock.patch("mindspore.ops.Morph.__call__", lambda morph, *inputs: morph.__morph_fn__(*inputs))
-    one_hot = mock.patch("mindspore.ops.auto_generate.OneHotExt.__call__", lambda _, *inputs: ops.one_hot(*inputs))
-    with of_morph, one_hot:
         yield
 
 

@@ -45,10 +45,16 @@ REPLACED = (
 
 
 @contextlib.contextmanager
-def mcore_in_pynative():
-    """Runs what it holds in PyNative, in which mcore models work while it lasts."""
+def pynative_operators():
+    """Lets PyNative compute mcore models while it lasts, in a process that may compile graphs meanwhile too."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(in_mode(1))
         for owner, name, function in REPLACED:
             stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+@contextlib.contextmanager
+def mcore_in_pynative():
+    """Runs what it holds in PyNative, in which mcore models work while it lasts."""
+    with in_mode(1), pynative_operators():
         yield

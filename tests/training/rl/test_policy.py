@@ -1,4 +1,4 @@
-"""How processes share the rows of a step: together they ask what one process asks, with the same random streams."""
+"""Who is asked for the rows of a step: processes ask together what one asks, with the same random streams."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from mindlora.training.rl.gkd import GkdPolicy
 from mindlora.training.rl.policy import Policy, Processes
 from mindlora.training.rl.prompts import Prompt
+from mindlora.training.rl.rollouts import TEACHER
 from mindlora.training.rl.settings import rl_settings
 
 REWARDS = {"reward_funcs": "exact_answer", "prompts_per_step": 4, "num_generations": 3}
@@ -41,6 +42,16 @@ def test_processes_ask_together_what_one_asks(kind, keys, count):
     for step in range(3):
         expected = asked([policy_of(kind, keys)], step)
         assert len(expected) == 12 and asked(policies, step) == expected
+
+
+@pytest.mark.parametrize("teacher, who", [("an/adapter", TEACHER), ("base", None)])
+def test_the_teacher_is_asked_for_the_rows_that_the_policy_does_not_answer(teacher, who):
+    policy = policy_of(GkdPolicy, {**TAUGHT, "teacher": teacher})
+    own, others = policy.questions(0)
+    assert (own.adapter, others.adapter) == (policy.adapter, who)
+    assert own.prompts and others.prompts and len(own.prompts) + len(others.prompts) == 12
+    policy = policy_of(GkdPolicy, {**TAUGHT, "teacher": teacher, "gkd": {"lmbda": 0.6}})
+    assert [question.adapter for question in policy.questions(0)] == [policy.adapter]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
