@@ -68,13 +68,13 @@ VARIANTS.update(
 ON_QWEN3 = ".*linear_(qkv|proj)"
 _LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "mica", "4 bits"]
 # What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits, and
-# olora begins as pissa does. What a DeepSeek-V3 has of its own, tests/training/model/test_mcore_families.py trains.
+# olora begins as pissa does.
 ALWAYS = {
     "qwen3": ["ranks", "frozen A", "dora", "miss", "vera", "olora", "loftq", *IN_4_BITS.values()],
     "qwen3_moe": ["ranks"],
+    "deepseek_v3": ["ranks"],
 }
-LONG = {"qwen3": ["pissa"], "qwen3_moe": [*_LONG, "loftq"], "deepseek_v3": ["ranks", *_LONG]}
-OF_EXPERTS = ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)]
+LONG = {"qwen3": ["pissa"], "qwen3_moe": [*_LONG, "loftq"], "deepseek_v3": _LONG}
 
 
 def cases():
@@ -126,7 +126,7 @@ def test_the_loss_is_that_of_the_base_with_the_adapter_merged(model, name, train
     assert losses[1] < losses[0] < runs.loss(run.against)
 
 
-@pytest.mark.parametrize("model", ["qwen3", *OF_EXPERTS])
+@pytest.mark.parametrize("model", ALWAYS)
 def test_ranks_alphas_embeddings_and_saved_modules_together(model, trained):
     run = trained(model, "ranks")[1]
     adapter = adapter_files.read(str(run.adapter))
@@ -143,7 +143,7 @@ def test_ranks_alphas_embeddings_and_saved_modules_together(model, trained):
     assert "LoRA+: B learns at 4 times the rate of lr_schedule." in run.stdout
 
 
-@pytest.mark.parametrize("model", OF_EXPERTS)
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
 @shows("resume", "qwen3_moe", "deepseek_v3")
 def test_a_resumed_run_is_the_same_run(model, trained):
     runs, run = trained(model, "ranks")

@@ -10,13 +10,7 @@ from mindlora.network.load_base import load_base
 from mindlora.training.model.mcore_model import McoreRows
 from tests.conftest import in_mode
 from tests.peers.conftest import TOKENS, llama_keys
-from tests.support.mcore_networks import (
-    keys_of_folder,
-    save_for_transformers,
-    scaled,
-    tiny_classifier,
-    tiny_qwen3,
-)
+from tests.support.mcore_networks import keys_of_folder, save_for_transformers, scaled, tiny_classifier, tiny_qwen3
 from tests.support.mcore_pynative import pynative_operators
 from tests.support.peers import cases
 from tests.support.peers.peer import read_json
