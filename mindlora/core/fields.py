@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, Iterable, Tuple
 
 from mindlora.core.errors import ConfigError
+from mindlora.core.text import suggestion
 
 # The tokens that do not count in a model's loss, from its configuration or by MindFormers' defaults.
 
@@ -121,6 +122,14 @@ def check_names(value: Any, field: str) -> None:
     for item in value:
         if not isinstance(item, str) or not item:
             raise ConfigError(f"{field} holds {item!r}: each item must be a name.")
+
+
+def check_keys(node: Mapping, kind: type, field: str) -> None:
+    """Raises ConfigError if a node has a key that is not a field of the dataclass ``kind``."""
+    keys = [each.name for each in dataclasses.fields(kind)]
+    for key in node:
+        if key not in keys:
+            raise ConfigError(f"{field} has no key {key!r}.{suggestion(str(key), keys)}")
 
 
 def check_patterns(value: Any, field: str) -> None:

@@ -51,7 +51,7 @@ def stopped(tmp_path_factory):
     ]
     config = tiny_runs.tiny_config(folder / "train.mindrecord", 2, callbacks, use_parallel=True)
     config["parallel_config"] = {"data_parallel": 2}
-    # How they agree is no part of a graph: in PyNative none is compiled.
+    # PyNative compiles no graph, and how they agree does not depend on one.
     config["context"]["mode"] = 1
     (folder / "run.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / "worker.py").write_text(WORKER)

@@ -64,7 +64,7 @@ VARIANTS.update(
         for name, key in IN_4_BITS.items()
     }
 )
-# Of a Qwen3, a joined cell and a plain one adapt; of what runs before a release, all linear cells.
+# On a Qwen3, a joined cell and a plain one get adapters; on the other models, all linear cells do.
 ON_QWEN3 = ".*linear_(qkv|proj)"
 _LONG = ["frozen A", "dora", "miss", "vera", "adalora", "pissa", "mica", "4 bits"]
 # What runs with each change, and what before a release. Other tests train a Qwen3 with AdaLoRA and in 4 bits, and
@@ -101,11 +101,17 @@ def trained(mindformers, tmp_path_factory):
     return train
 
 
+def pet_config_of(model, name):
+    """Returns the pet_config of a variant on a model."""
+    pet = dict(VARIANTS[name][0])
+    if model == "qwen3" and pet["target_modules"] == "all-linear":
+        pet["target_modules"] = ON_QWEN3
+    return pet
+
+
 def start(runs, name):
     """Trains a variant; ``against`` is the base in float that the run computed with, where it is another one."""
-    pet, base, against = dict(VARIANTS[name][0]), None, None
-    if runs.model_type == "qwen3" and pet["target_modules"] == "all-linear":
-        pet["target_modules"] = ON_QWEN3
+    pet, base, against = pet_config_of(runs.model_type, name), None, None
     if name.endswith("4 bits"):
         base, against = runs.quantized(name)
     if name == "loftq":
@@ -158,7 +164,7 @@ def test_a_resumed_run_on_a_base_in_4_bits_is_the_same_run(trained):
     name = IN_4_BITS["dora"]
     runs, run = trained("qwen3", name)
     base = runs.folder / f"{name}.nf4.safetensors"
-    pet = {**VARIANTS[name][0], "target_modules": ON_QWEN3}
+    pet = pet_config_of("qwen3", name)
     resumed = runs.start("resumed", pet, base, resume=str(run.steps / f"step_{STEPS // 2}"))
     tiny_runs.assert_same_state(run.adapter, resumed.adapter)
     losses = tiny_runs.losses(run.output)

@@ -150,6 +150,6 @@ def test_an_mcore_model_is_transformers_model(name, drafted, on_a_cpu, tmp_path)
     missing, unexpected = ms.load_param_into_net(network, weights)
     assert not unexpected and not [name for name in missing if name.endswith((".weight", ".bias"))]
     for_a_cpu(network)
-    # The router of a DeepSeek-V3 is for graphs alone.
+    # One of them as a graph.
     with in_mode(0 if name == "deepseek-v3" else 1):
         assert_same(network.set_train(False)(Tensor(IDS)).asnumpy(), case.logits)

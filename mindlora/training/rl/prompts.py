@@ -66,7 +66,7 @@ class AnswerConstraints:
             return self._of(self._node or {}, "rl.structured_outputs", thoughts)
         if column not in columns:
             raise DataError(
-                f"{where}: there is no field {column!r}, which rl.structured_outputs names."
+                f"{where}: the row has no field {column!r}, which rl.structured_outputs names."
                 f"{suggestion(column, list(columns))} Add it, with null where an answer may be anything."
             )
         node, field = columns[column], f"{where}: {column}"

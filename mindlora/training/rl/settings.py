@@ -1,7 +1,7 @@
 """RlSettings: how a run learns from rewards, from the section rl of its YAML, with TRL's names."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Dict, Iterable, Mapping, Optional, Sequence, Tuple
 
 from mindlora.core.errors import ConfigError
@@ -13,6 +13,7 @@ from mindlora.core.fields import (
     POSITIVE,
     Range,
     check_flag,
+    check_keys,
     check_names,
     check_number,
     whole_numbers,
@@ -93,10 +94,7 @@ def gkd_settings(node: Any) -> GkdSettings:
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"rl.gkd is {node!r}, but it must be a node, such as {{beta: 0.5, lmbda: 1.0}}.")
-    keys = [field.name for field in fields(GkdSettings)]
-    for key in node:
-        if key not in keys:
-            raise ConfigError(f"rl.gkd has no key {key!r}.{suggestion(str(key), keys)}")
+    check_keys(node, GkdSettings, "rl.gkd")
     return GkdSettings(**node)
 
 
@@ -394,10 +392,7 @@ def rl_settings(node: Mapping[str, Any]) -> RlSettings:
     """
     if not isinstance(node, Mapping):
         raise ConfigError(f"rl is {node!r}, but it must be a node, such as {{reward_funcs: rewards.py:helpful}}.")
-    keys = [field.name for field in fields(RlSettings)]
-    for key in node:
-        if key not in keys:
-            raise ConfigError(f"rl has no key {key!r}.{suggestion(str(key), keys)}")
+    check_keys(node, RlSettings, "rl")
     if node.get("gkd") is not None:
         return _with_gkd(node)
     if "reward_funcs" not in node and node.get("teacher") is None:

@@ -2,14 +2,14 @@
 
 import concurrent.futures
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Callable, List, Mapping, Sequence, Union
 
 import numpy as np
 
 from mindlora.core.errors import ConfigError, TeacherError
-from mindlora.core.fields import POSITIVE, check_number
-from mindlora.core.text import shown, suggestion
+from mindlora.core.fields import POSITIVE, check_keys, check_number
+from mindlora.core.text import shown
 from mindlora.training.rl.asking import ask, path_of
 
 # The model without the trained adapter.
@@ -127,10 +127,7 @@ def teacher_of(value: Any) -> Union[str, ServedTeacher]:
         return value
     if not isinstance(value, Mapping):
         raise ConfigError(f"rl.teacher is {value!r}. {advice}")
-    keys = [field.name for field in fields(ServedTeacher)]
-    for key in value:
-        if key not in keys:
-            raise ConfigError(f"rl.teacher has no key {key!r}.{suggestion(str(key), keys)}")
+    check_keys(value, ServedTeacher, "rl.teacher")
     missing = [key for key in ("url", "model") if key not in value]
     if missing:
         raise ConfigError(f"rl.teacher has no {missing[0]}. {advice}")

@@ -246,7 +246,9 @@ def test_the_reference_stays_what_the_policy_was(policy, graph_mode):
     weight.set_data(Tensor(kept + 1))
     np.testing.assert_allclose(reference(Tensor(tokens), Tensor(labels)).asnumpy(), before, rtol=0, atol=2e-6)
     assert np.abs(forward(Tensor(tokens), Tensor(labels)).asnumpy() - before).max() > 0.01
+    # Compiling the reference has not taken the policy's gradient away.
     weight.set_data(Tensor(kept))
+    assert np.abs(accumulated(gradients, (tokens, labels, coefficients))[1][0]).max() > 0
 
 
 def test_given_gradients_are_scaled_as_a_train_step_asks(policy, graph_mode):

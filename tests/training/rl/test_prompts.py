@@ -201,7 +201,7 @@ def test_with_tools_an_answer_is_a_call_or_what_is_said(tokenizer, tmp_path):
         ({"regex": "("}, {}, ConstraintError, "rl.structured_outputs.regex cannot be used: "),
         ({"json": {"enum": []}}, {}, ConstraintError, "rl.structured_outputs.json cannot be used: "),
         ({"json": "nowhere.json"}, {}, ConfigError, "rl.structured_outputs: json is nowhere.json, and "),
-        ({"column": "output"}, {"outputs": None}, DataError, f"{WHERE}: there is no field 'output', which"),
+        ({"column": "output"}, {"outputs": None}, DataError, f"{WHERE}: the row has no field 'output', which"),
         ({"column": "outputs"}, {"outputs": "{"}, DataError, f"{WHERE}: outputs is not JSON: "),
         ({"column": "outputs"}, {"outputs": {"regx": "a"}}, DataError, f"{WHERE}: outputs has no key 'regx'."),
         (
