@@ -27,11 +27,17 @@ def run_ranks(count, folder, script, *arguments, code=0, trainer="graph"):
     ``code`` is the exit code that the first rank to fail must have, ``trainer`` what they have imported (see forked).
 
     About one run in a thousand crashes where MindSpore's ranks connect: its thread RECV_EVENT_LOOP (tcp_comm.cc of
-    MindSpore 2.9) reads from a connection without a socket. Ranks that crash outside of Python start once more.
+    MindSpore 2.9) reads from a connection without a socket. Ranks that crash outside of Python start once more, without
+    what they had put in ``folder``.
     """
+    given = set(folder.iterdir())
     done, texts = _started(count, folder, script, arguments, trainer)
     if done.returncode == -signal.SIGSEGV % 256 and any(map(_crashed_outside_of_python, texts)):
-        shutil.rmtree(folder / "log")
+        for written in set(folder.iterdir()) - given:
+            if written.is_dir():
+                shutil.rmtree(written)
+            else:
+                written.unlink()
         done, texts = _started(count, folder, script, arguments, trainer)
     logs = "".join(f"\n-- rank {rank}\n{text[-1500:]}" for rank, text in enumerate(texts))
     assert done.returncode == code, f"exit code {done.returncode}, not {code}: {done.stderr[-2000:]}{logs}"
