@@ -38,12 +38,12 @@ def active(ids, tokens, boundary=None):
 
 TOKENS = [[2], [2, 1], [1, 2, 1], [1, 3], [1] * 9]
 # In graph mode, each with rows or with packed ones.
-MASKED = [(0, tokens, boundary) for tokens, boundary in zip(TOKENS, [None, BEGIN, BEGIN, None, BEGIN])]
-MASKED += [(1, tokens, boundary) for tokens in TOKENS for boundary in (None, BEGIN)]
+MASKED = [(tokens, boundary, 0) for tokens, boundary in zip(TOKENS, [None, BEGIN, BEGIN, None, BEGIN])]
+MASKED += [(tokens, boundary, 1) for tokens in TOKENS for boundary in (None, BEGIN)]
 
 
-@pytest.mark.parametrize("mode, tokens, boundary", MASKED, indirect=["mode"], ids=str)
-def test_the_tokens_from_the_last_occurrence_on_are_active(mode, tokens, boundary):
+@pytest.mark.parametrize("tokens, boundary, mode", MASKED, indirect=["mode"], ids=str)
+def test_the_tokens_from_the_last_occurrence_on_are_active(tokens, boundary, mode):
     batches = [random_ids(*shape, seed=7) for shape in ((1, 1), (3, 8), (20, 30))]
     found = Each(InvocationMask(tokens, boundary))(*map(Tensor, batches))
     for ids, mask in zip(batches, found):
