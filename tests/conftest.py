@@ -62,6 +62,7 @@ NOT_QUICK = (
 )
 # What takes twenty seconds and more of a core, and CI leaves out.
 LONG = (
+    "tests/ascend_backend/test_mindformers_data.py::test_rows_that_mindformers_packs",
     "tests/ascend_backend/test_training.py::test_the_llama_yaml_trains",
     "tests/e2e/test_adapters.py::test_each_adapter",
     "tests/e2e/test_alora.py::test_two_processes",

@@ -5,8 +5,8 @@ import pytest
 
 CLIENTS = (
     "openai",
-    "litellm",
-    "litellm_vllm",
+    # They ask what the others ask, and take a quarter of the time of all: before a release.
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("litellm", "litellm_vllm")),
     "langchain",
     "instructor",
     "pydantic_ai",

@@ -36,9 +36,14 @@ def active(ids, tokens, boundary=None):
     return found
 
 
-@pytest.mark.parametrize("boundary", [None, BEGIN], ids=["rows", "packed"])
-@pytest.mark.parametrize("tokens", [[2], [2, 1], [1, 2, 1], [1, 3], [1] * 9], ids=str)
-def test_the_tokens_from_the_last_occurrence_on_are_active(mode, tokens, boundary):
+TOKENS = [[2], [2, 1], [1, 2, 1], [1, 3], [1] * 9]
+# In graph mode, each with rows or with packed ones.
+MASKED = [(tokens, boundary, 0) for tokens, boundary in zip(TOKENS, [None, BEGIN, BEGIN, None, BEGIN])]
+MASKED += [(tokens, boundary, 1) for tokens in TOKENS for boundary in (None, BEGIN)]
+
+
+@pytest.mark.parametrize("tokens, boundary, mode", MASKED, indirect=["mode"], ids=str)
+def test_the_tokens_from_the_last_occurrence_on_are_active(tokens, boundary, mode):
     batches = [random_ids(*shape, seed=7) for shape in ((1, 1), (3, 8), (20, 30))]
     found = Each(InvocationMask(tokens, boundary))(*map(Tensor, batches))
     for ids, mask in zip(batches, found):

@@ -89,7 +89,7 @@ def test_the_update_goes_before_the_activation_of_a_linear_cell(mode, mindformer
 
 
 def test_a_llama_is_merged_unmerged_and_unloaded(mode, make_llama):
-    network = make_llama()
+    network = make_llama(num_layers=1)
     plain = [(p.name, p.shape) for p in network.get_parameters()]
     kinds = {path: type(cell) for path, cell in network.cells_and_names()}
     apply_lora(network, LoraConfig(lora_rank=4, lora_alpha=8, target_modules="all-linear"))
@@ -99,7 +99,7 @@ def test_a_llama_is_merged_unmerged_and_unloaded(mode, make_llama):
     tokens, before = Tensor(np.arange(1, 17, dtype=np.int32)[None]), snapshot(network)
     logits = network(tokens)[0].asnumpy()
     report = merge_lora(network, tokens)
-    assert len(report.merged) == 14 and report.output_difference <= report.output_bound
+    assert len(report.merged) == 7 and report.output_difference <= report.output_bound
     np.testing.assert_allclose(network(tokens)[0].asnumpy(), logits, rtol=0, atol=1e-4 * np.abs(logits).max())
     unmerge_lora(network)
     np.testing.assert_array_equal(network(tokens)[0].asnumpy(), logits)

@@ -263,12 +263,14 @@ def refused_dtypes(operator):
 
 
 def each_refused_dtype():
-    """Yields each on each path in PyNative, and one of each operator in graph mode."""
+    """Yields each on each path in PyNative, and in graph mode one of each operator, in its first form."""
+    compiled = set()
     for operator in (operator for operator in OPERATORS if operator.cell and operator.refused_size):
         for number, row in enumerate(refused_dtypes(operator)):
             for path in paths_of(operator):
                 yield operator, *row, f"{path}-pynative"
-            if number == 0:
+            if number == 0 and operator.op not in compiled:
+                compiled.add(operator.op)
                 yield operator, *row, f"{path}-graph"
 
 
@@ -283,11 +285,13 @@ def test_a_wrong_dtype_is_refused_by_the_cell(operator, name, dtype, message, pl
 
 
 def each_refusal():
-    """Yields of each cell the first wrong shape, in graph mode, and the first wrong value."""
+    """Yields the first wrong shape of each operator's first cell, in graph mode, and the first wrong value of each."""
+    compiled = set()
     for operator in (operator for operator in KERNELS if operator.cell and paths_of(operator)):
         # nf4_linear has another kernel on an NPU, others have none.
         is_here = PATHS[0] == "cpu" or backend.ASCEND_OP_TYPES[operator.op] == operator.function
-        for shapes, message in operator.refused_shapes[:1] if is_here else ():
+        for shapes, message in operator.refused_shapes[:1] if is_here and operator.op not in compiled else ():
+            compiled.add(operator.op)
             yield operator, of_shapes(operator, shapes), message, f"{PATHS[0]}-graph"
         # A kernel on an NPU cannot raise.
         for *change, message in operator.refused_values[:1] if PATHS[0] == "cpu" else ():

@@ -106,7 +106,7 @@ def test_orthogonality_and_its_gradient_are_pefts(mode, network, peft):
         np.testing.assert_allclose(gradient.asnumpy(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_each_step_leaves_the_triplets_that_peft_leaves(graph_mode, network, given, peft):
+def test_each_step_leaves_the_triplets_that_peft_leaves(pynative_mode, network, given, peft):
     budget = RankBudget(network, network.trainable_params())
     step, schedule, counts = GivenGradients(budget), budget.schedule(STEPS), []
     weights = under_peft_s_names(budget.weights)

@@ -2,7 +2,6 @@
 
 import json
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -15,6 +14,7 @@ from mindlora.files.adapters.adapter import Adapter
 from mindlora.files.base.convert import convert_base
 from mindlora.network.tree import lora_cells
 from tests.support.mcore_networks import arrays, in_training, tokens
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.moe_networks import QWEN3_MOE, changed_weight, tiny_moe
 from tests.support.networks import randomize
 from tests.support.peers import cases
@@ -33,13 +33,10 @@ KEYS = (
 @pytest.fixture(scope="module")
 def network(mindformers):
     """A Qwen3-MoE with an adapter on its experts, which does nothing yet, in evaluation mode."""
-    before = ms.get_context("mode")
-    ms.set_context(mode=ms.GRAPH_MODE)
-    with in_training():
+    with in_training(), mcore_in_pynative():
         found = tiny_moe("qwen3_moe")
         apply_lora(found, LoraConfig(target_parameters=["mlp.experts"], lora_rank=RANK, lora_alpha=ALPHA))
         yield found.set_train(False)
-    ms.set_context(mode=before)
 
 
 @pytest.fixture(scope="module")

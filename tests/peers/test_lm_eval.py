@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from mindlora.core.errors import LoraError
-from tests.support import served_llama
+from tests.support import forked, served_llama
 from tests.support.chat_templates import CHATML, chat_tokenizer
-from tests.support.runs import environment
+from tests.support.runs import environment, succeeded
 
 SEQ_LENGTH = 64
 CHOICES = [["cats", "no dogs", "2"], ["how many", "dogs there are"], ["and", "温太医"], ["cats there", "many dogs"]]
@@ -44,6 +44,7 @@ UNTIL = {
 }
 TASKS = {"local_choices": MULTIPLE, "local_texts": ROLLING, "local_answers": UNTIL}
 COMMAND = "import sys; from mindlora.cli.eval import harness; sys.exit(harness())"
+SIDE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "support", "peers", "lm_eval_side.py")
 
 
 def has_lm_eval(python):
@@ -70,26 +71,25 @@ def folder(library, tmp_path_factory):
     return folder
 
 
-def asked(command, model, model_args, folder):
-    """Runs lm-eval's command line; returns its tables as printed, and {task: [what each request got]}."""
-    words = ["run", "--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS), "--device", "cpu"]
-    words += ["--include_path", str(folder), "--output_path", str(folder / model), "--log_samples"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    run = subprocess.run(
-        [*command, *words], cwd=folder, env={**environment(), **offline}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+def words(model, model_args, folder):
+    """Returns the words of lm-eval's command line."""
+    found = ["run", "--model", model, "--model_args", model_args, "--tasks", ",".join(TASKS), "--device", "cpu"]
+    return [*found, "--include_path", str(folder), "--output_path", str(folder / model), "--log_samples"]
+
+
+def answers(model, folder):
+    """Returns {task: [what each request got]}."""
     found = {}
     for name in TASKS:
         (path,) = glob.glob(str(folder / model / "**" / f"samples_{name}_*.jsonl"), recursive=True)
         with open(path, encoding="utf-8") as file:
             samples = sorted(map(json.loads, file), key=lambda sample: sample["doc_id"])
-        found[name] = [answers for sample in samples for answers in sample["resps"]]
-    return run.stdout, found
+        found[name] = [got for sample in samples for got in sample["resps"]]
+    return found
 
 
 @pytest.fixture(scope="module")
-def mindlora_and_hf(folder):
+def mindlora_and_hf(folder, peer):
     """What both models get, with an adapter: tables and answers of each."""
     peers = os.environ.get("MINDLORA_PEERS_PYTHON")
     for python, extra in ((sys.executable, "pip install 'mindlora[eval]'"), (peers, "tests/peers/requirements.txt")):
@@ -97,8 +97,10 @@ def mindlora_and_hf(folder):
             pytest.skip(f"{python} has no lm-eval: {extra}")
     served = f"config=run.yaml,adapter=adapters/first,seq_length={SEQ_LENGTH}"
     loaded = f"pretrained=base,peft=adapters/first,dtype=float32,max_length={SEQ_LENGTH}"
-    mindlora = asked([sys.executable, "-c", COMMAND], "mindlora", served, folder)
-    return mindlora, asked([peers, "-m", "lm_eval"], "hf", loaded, folder)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "hub")}
+    run = forked.run(["-c", COMMAND, *words("mindlora", served, folder)], folder, {**environment(), **offline})
+    tables = succeeded(run), peer.run(program=SIDE, arguments=[folder, *words("hf", loaded, folder)])
+    return [(printed, answers(model, folder)) for printed, model in zip(tables, ("mindlora", "hf"))]
 
 
 def test_choices_and_likelihoods_are_those_of_hf(mindlora_and_hf):

@@ -15,9 +15,9 @@ from tests.support.mcore_pynative import pynative_operators
 from tests.support.networks import normal
 from tests.support.what_runs import shows
 
-# The adapters whose networks are compiled; those of the others are computed in PyNative. tests/e2e/test_variants.py
-# compiles each variant.
-COMPILED = ("linear cells", "tied embedding and head", "adalora")
+# The adapter whose network is compiled; those of the others are computed in PyNative. tests/e2e/test_variants.py
+# compiles each variant, and tests/training/model/test_mcore.py a tied embedding and head.
+COMPILED = "[linear cells]"
 LAYERS, IDS, TOLERANCE = 2, tokens(rows=1), 2e-5
 
 
@@ -48,8 +48,7 @@ ADAPTERS = {
 
 @pytest.fixture(autouse=True)
 def _mode(request, mindformers):
-    compiled = getattr(request.node, "callspec", None) is None or request.node.callspec.params["name"] in COMPILED
-    with in_mode(0 if compiled else 1), pynative_operators():
+    with in_mode(0 if COMPILED in request.node.name else 1), pynative_operators():
         yield
 
 

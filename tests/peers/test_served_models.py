@@ -124,7 +124,13 @@ def peft_vectors(peer, model, folder, name, prompt, path):
     return found[0] if found.ndim == 3 else found
 
 
-@pytest.mark.parametrize("name", MODELS)
+# For a release: qwen3-tied has its cells, and glm4 adapters on the tables of an mcore model that are not tied.
+LONG = "qwen3"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == LONG else []) for name in MODELS]
+)
 def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
     name,
     peer,
@@ -157,7 +163,7 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
     registry = AdapterRegistry(None, {adapter: str(tmp_path / adapter) for adapter in (*adapters, *CLASSIFIERS)})
     with in_mode(0):
         engine = make_engine(node_of(name, model), str(model), load_tokenizer(str(model)), registry, settings_for())
-        engine.start()
+        engine.start(scores=False)
         asked = list(itertools.product((None, *adapters), PROMPTS))
         sampling = Sampling(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         streams = [engine.submit(prompt, sampling, adapter) for adapter, prompt in asked]
@@ -165,8 +171,11 @@ def test_the_base_and_adapters_in_one_batch_say_what_peft_says(
             stream.text()
         readings = read_texts(engine, (None, "some", "dora", *CLASSIFIERS))
         engine.stop()
+    judged = {}
     for (adapter, prompt, every), vectors in readings.items():
-        expected = peft_vectors(peer, model, tmp_path, adapter, prompt, tmp_path / "vectors.npy")
+        if (adapter, prompt) not in judged:
+            judged[adapter, prompt] = peft_vectors(peer, model, tmp_path, adapter, prompt, tmp_path / "vectors.npy")
+        expected = judged[adapter, prompt]
         if every and len(expected) == 1:
             vectors = vectors[-1:]
         np.testing.assert_allclose(vectors, expected if every else expected[-1:], atol=2e-5, err_msg=f"{adapter}")

@@ -247,27 +247,25 @@ def test_nothing_is_compiled_for_other_numbers_of_requests_and_tokens(served):
         assert len(served.compiled) == known >= 3
 
 
-def test_fixed_batches_change_no_bit_and_compile_nothing_later(library, mindformers, paths, tmp_path):
-    checkpoint = save_base(tmp_path / "base.ckpt", base_weights())
+# 6 requests would be many tokens for a graph of 7, and are few.
+@pytest.mark.parametrize("served", ["apart"], indirect=True)
+def test_fixed_batches_change_no_bit_and_compile_nothing_later(served, tmp_path):
+    fixed = Steps(save_base(tmp_path / "base.ckpt", base_weights()), fixed_batches=(1, 4, 7))
     filled = []
     with in_mode(0), pytest.MonkeyPatch.context() as patch:
         compiled = compilations(patch)
-        # 6 requests would be many tokens for a graph of 7, and are few.
-        patch.setattr("mindlora.serving.network.FEW_TOKENS", 6)
-        networks = [Steps(checkpoint, fixed_batches=batches) for batches in ((1, 4, 7), ())]
-        for steps in networks:
-            for slot, path in enumerate(paths):
-                steps.put(slot, path)
-            steps.runner.warm_up()
+        for slot, path in zip((2, 0, 1), served.paths):
+            fixed.put(slot, path)
+        for steps in (fixed, served.steps):
+            steps.runner.warm_up(scores=False)
         known, fill_up = len(compiled), StepInputs.filled_up
         patch.setattr(StepInputs, "filled_up", lambda self, batch: filled.append(batch) or fill_up(self, batch))
         for count in (7, 6, 5, 4, 3, 2, 1):
-            fixed, other = ([*decoded(steps, count)] for steps in networks)
-            np.testing.assert_array_equal(fixed, other)
+            np.testing.assert_array_equal([*decoded(fixed, count)], [*decoded(served.steps, count)])
         assert len(compiled) == known
         # An adapter with gains takes the graph of its own.
-        networks[0].runner.pools.gained.add(0)
-        assert np.isfinite([*decoded(networks[0], 3)]).all()
+        fixed.runner.pools.gained.add(0)
+        assert np.isfinite([*decoded(fixed, 3)]).all()
     # 2 would be filled up to twice as many, and 5 and 6 to many tokens.
     assert filled == [7, 7, 4, 4, 4, 4, 1, 1]
 

@@ -25,6 +25,7 @@ from mindlora.serving.settings import EngineSettings
 from tests.conftest import in_mode
 from tests.support import mcore_networks, mcore_serving, tiny_serving
 from tests.support.llama_checkpoints import load, save_base
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.mcore_serving import COMMON, ROUTED, checkpoint, node
 from tests.support.networks import randomize
 from tests.support.what_runs import shows
@@ -218,7 +219,8 @@ def test_an_adapter_says_what_it_says_on_the_quantized_network_that_it_was_train
         config = {"target_modules": "all-linear", "lora_rank": 2, "lora_alpha": 1, **fields}
         apply_lora(network, LoraConfig(**config, quantize_base="nf4"))
         randomize([p for _, cell in lora_cells(network) for p in cell.lora_parameters()])
-        logits = network(Tensor([tokens], ms.int32)).asnumpy().reshape(len(tokens), -1)
+        with mcore_in_pynative():
+            logits = network(Tensor([tokens], ms.int32)).asnumpy().reshape(len(tokens), -1)
         save_lora(network, tmp_path / "adapter")
     quantize_checkpoint(plain, packed)
     with in_mode(0):

@@ -37,7 +37,12 @@ def hidden(engine):
     plain = tiny_serving.Plain()
     inverse = np.linalg.pinv(base_weights()["lm_head.weight"].astype(np.float64))
     weights = {name: merged(base_weights(), without_score(made)) for name, made in {None: None, **ADAPTERS}.items()}
-    return lambda tokens, name: plain.logits(weights[name], tokens).astype(np.float64) @ inverse.T
+
+    def states(tokens, name):
+        with in_mode(1):
+            return plain.logits(weights[name], tokens).astype(np.float64) @ inverse.T
+
+    return states
 
 
 def without_score(made):

@@ -5,12 +5,21 @@ import pytest
 from mindspore import nn
 
 from mindlora import LoraConfig, LoRADense
-from tests.support.networks import as_array, lora_forward, randomize
+from tests.support.networks import LINEAR_CELLS, as_array, lora_forward, randomize
 
 IN, OUT, RANK, ALPHA = 7, 5, 3, 4.5
 SCALE = ALPHA / RANK
 CONFIG = LoraConfig(lora_rank=RANK, lora_alpha=ALPHA)
 IN_GRAPH_MODE = pytest.mark.parametrize("mode", [ms.GRAPH_MODE], indirect=True)
+# Each linear cell in PyNative; as a graph, of each class one, and all of biases and activations.
+_CELLS_IN_MODES = [(ms.GRAPH_MODE, name) for name in ("dense", "dense with relu", "linear with silu", "mint")]
+_CELLS_IN_MODES += [(ms.PYNATIVE_MODE, name) for name in LINEAR_CELLS]
+EACH_CELL = pytest.mark.parametrize(
+    "mode, plain",
+    _CELLS_IN_MODES,
+    indirect=True,
+    ids=[f"{'pynative' if mode else 'graph'}-{name}" for mode, name in _CELLS_IN_MODES],
+)
 
 
 def adapted(cell, config=CONFIG):

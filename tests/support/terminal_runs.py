@@ -66,6 +66,7 @@ def command(words, typed=""):
 
 def greedy(adapter):
     """Returns what training continues the prompts with, as text."""
+    import mindspore as ms
     from mindformers.models.build_model import build_network
     from mindformers.tools.register import MindFormerConfig
 
@@ -74,6 +75,7 @@ def greedy(adapter):
     from mindlora.network.load_base import load_base
     from mindlora.training.callbacks.sample_answers import Continuations
 
+    ms.set_context(mode=ms.PYNATIVE_MODE)
     config = MindFormerConfig("run.yaml")
     del config.model.model_config["pet_config"]
     network = build_network(config.model)

@@ -8,12 +8,13 @@ import pytest
 from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoRADense
-from tests.support.lora_dense import ALPHA, CONFIG, IN, OUT, RANK, Each, adapted, oracle
+from tests.support.lora_dense import ALPHA, CONFIG, EACH_CELL, IN, OUT, RANK, Each, adapted, oracle
 from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 
 # The equation ---------------------------------------------------------------------------------------------------
 
 
+@EACH_CELL
 def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain):
     cell, activation = plain
     lora = LoRADense.from_dense(cell, CONFIG)

@@ -8,11 +8,12 @@ from mindspore import Tensor, nn
 
 from mindlora import LoraConfig, LoRADense
 from mindlora.core.errors import BackendError
-from tests.support.lora_dense import CONFIG, IN, IN_GRAPH_MODE, OUT, Each, adapted, oracle
+from tests.support.lora_dense import CONFIG, EACH_CELL, IN, IN_GRAPH_MODE, OUT, Each, adapted, oracle
 from tests.support.networks import assert_close, normal
 
 
-# Each two of the three together.
+# Each two of path, dtype and training together.
+@EACH_CELL
 @pytest.mark.parametrize(
     "path, dtype, training",
     [

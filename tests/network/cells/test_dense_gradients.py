@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from tests.support.lora_dense import IN, OUT, SCALE, adapted
+from tests.support.lora_dense import EACH_CELL, IN, OUT, SCALE, adapted
 from tests.support.networks import as_array, assert_close, gradients, lora_forward, normal
 
 
@@ -20,6 +20,7 @@ def test_gradients_are_the_closed_form(mode, shape):
     assert_close(of_b, SCALE * flat.T @ (rows @ a.T))
 
 
+@EACH_CELL
 def test_gradients_are_the_differences_of_the_oracle(mode, plain):
     cell, activation = plain
     lora = adapted(cell)

@@ -17,6 +17,7 @@ from mindlora.core.numerics.nf4 import TENSOR_NAMES, dequantize, quantize
 from mindlora.network.merge import in_float, sample
 from mindlora.network.quantized.nf4 import NF4Dense, QLoRADense, nf4_array
 from tests.conftest import ROOT
+from tests.support.lora_dense import Each
 from tests.support.networks import (
     as_array,
     assert_close,
@@ -58,23 +59,23 @@ def oracle(lora, x, activation=None):
 # The equation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_forward_is_the_equation_on_the_dequantized_weight(mode, plain, shape):
+def test_forward_is_the_equation_on_the_dequantized_weight(mode, plain):
     cell, activation = plain
-    weight, bias = cell.weight.asnumpy().copy(), None if cell.bias is None else as_array(cell.bias)
-    nf4, x = NF4Dense.from_dense(cell), normal(*shape)
-    array = quantize(weight)
-    assert_close(
-        nf4(Tensor(x)), lora_forward(x, dequantize(array), np.zeros((1, IN)), np.zeros((OUT, 1)), 1, bias, activation)
-    )
+    decoded, bias = dequantize(quantize(cell.weight.asnumpy())), None if cell.bias is None else as_array(cell.bias)
+    nf4, inputs = NF4Dense.from_dense(cell), [normal(3, IN), normal(2, 1, 3, IN)]
+    tensors = [Tensor(x) for x in inputs]
+    plain_outputs = Each(nf4)(*tensors)
+    for x, y in zip(inputs, plain_outputs):
+        assert_close(y, lora_forward(x, decoded, np.zeros((1, IN)), np.zeros((OUT, 1)), 1, bias, activation))
     lora = QLoRADense.from_cell(nf4, CONFIG)
+    network = Each(lora)
     for training in (True, False):
-        lora.set_train(training)
-        np.testing.assert_array_equal(lora(Tensor(x)).asnumpy(), nf4(Tensor(x)).asnumpy())  # B is zero
+        for y, expected in zip(network.set_train(training)(*tensors), plain_outputs):
+            np.testing.assert_array_equal(y.asnumpy(), expected.asnumpy())  # B is zero
     randomize(lora.lora_parameters(), seed=2)
     for training in (True, False):
-        lora.set_train(training)
-        assert_close(lora(Tensor(x)), oracle(lora, x, activation))
+        for x, y in zip(inputs, network.set_train(training)(*tensors)):
+            assert_close(y, oracle(lora, x, activation))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

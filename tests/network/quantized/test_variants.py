@@ -15,6 +15,7 @@ from mindlora.network.merge import in_float, merge_and_unload, sample
 from mindlora.network.quantized.nf4 import NF4Dense
 from mindlora.network.quantized.quantized_dense import IntegerDense
 from mindlora.network.registry import kind_of
+from tests.support.fewer_cases import each_once
 from tests.support.networks import as_array, assert_close, gradients, normal, normal_dense, randomize
 
 # Of which the last block of NF4 is not whole; integers take whole blocks alone.
@@ -27,6 +28,15 @@ VARIANTS = {
     "miss": {"use_miss": True},
 }
 EPSILON = 1e-5
+# All of them in PyNative; as graphs, each form and each variant.
+_IN_MODES = [(ms.GRAPH_MODE, *case) for case in each_once(list(WIDTHS), list(VARIANTS))]
+_IN_MODES += [(ms.PYNATIVE_MODE, form, variant) for form in WIDTHS for variant in VARIANTS]
+EACH = pytest.mark.parametrize(
+    "mode, form, variant",
+    _IN_MODES,
+    indirect=True,
+    ids=[f"{'pynative' if mode else 'graph'}-{form}-{variant}" for mode, form, variant in _IN_MODES],
+)
 
 
 @pytest.fixture(params=WIDTHS)
@@ -101,6 +111,7 @@ def oracle(lora, x, parts, norms=None):
     return x @ whole.T + as_array(lora.bias)
 
 
+@EACH
 def test_a_new_cell_is_the_base_and_a_trained_one_the_equation(mode, form, variant):
     cell, config = quantized(form), config_of(variant)
     lora = kind_of(cell, config).from_cell(cell, config)
@@ -113,6 +124,7 @@ def test_a_new_cell_is_the_base_and_a_trained_one_the_equation(mode, form, varia
         assert_close(lora.set_train(training)(Tensor(x)), oracle(lora, x, values_of(lora)))
 
 
+@EACH
 def test_gradients_are_finite_differences_and_w_gets_none(mode, form, variant):
     """With DoRA's norm held constant, as in its paper."""
     lora = adapted(form, variant).set_train()

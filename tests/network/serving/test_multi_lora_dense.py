@@ -10,7 +10,7 @@ from mindlora.core.errors import UnsupportedCellError
 from mindlora.core.numerics.nf4 import dequantize
 from mindlora.network.quantized.nf4 import NF4Dense, nf4_array
 from mindlora.network.serving.multi_lora_dense import MultiLoRADense
-from tests.support.lora_dense import CONFIG, IN, OUT, Each
+from tests.support.lora_dense import CONFIG, EACH_CELL, IN, OUT, Each
 from tests.support.networks import as_array, assert_close, lora_forward, normal, normal_dense
 
 SLOTS, MAX_RANK = 4, 6
@@ -47,6 +47,7 @@ def oracle(cell, x, activation=None, weight=None, whose=WHOSE):
     return np.reshape(result, (*x.shape[:-1], cell.out_channels))
 
 
+@EACH_CELL
 @FEW
 def test_each_token_has_its_own_adapter_inside_the_activation(mode, plain, few):
     cell, activation = plain

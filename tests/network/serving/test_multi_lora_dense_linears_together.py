@@ -48,8 +48,7 @@ def slots():
     return Parameter(Tensor(WHOSE), name="slots_of_tokens", requires_grad=False)
 
 
-@pytest.mark.parametrize("gained", [False, True], ids=["pairs", "gains"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count, gained", [(2, False), (3, True)], ids=["two", "three with gains"])
 @pytest.mark.parametrize(
     "kind",
     [

@@ -11,6 +11,7 @@ from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.adalora import AdaLoRADense
 from mindlora.training.health.adapter_health import cell_values, measure
+from tests.support.lora_dense import Each
 from tests.support.networks import (
     TinyModel,
     as_array,
@@ -58,17 +59,20 @@ def bias_of(cell):
     return (None if cell.bias is None else as_array(cell.bias),)
 
 
-@pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain):
     cell, activation = plain
-    x = normal(*shape)
-    expected = cell(Tensor(x)).asnumpy()
+    inputs = [normal(3, IN), normal(2, 1, 3, IN)]
+    tensors = [Tensor(x) for x in inputs]
+    expected = [y.asnumpy() for y in Each(cell)(*tensors)]
     new = AdaLoRADense.from_cell(cell, CONFIG)
-    np.testing.assert_array_equal(new(Tensor(x)).asnumpy(), expected)
+    network = Each(new)
+    for y, wanted in zip(network(*tensors), expected):
+        np.testing.assert_array_equal(y.asnumpy(), wanted)
     assert 0.01 < new.mindpet_delta_lora_a.asnumpy().std() < 0.03 > new.mindpet_delta_lora_b.asnumpy().std() > 0.01
     randomize(new.lora_parameters(), seed=2)
     mask(new, [1])
-    assert_close(new(Tensor(x)), oracle(new, x, activation))
+    for x, y in zip(inputs, network(*tensors)):
+        assert_close(y, oracle(new, x, activation))
 
 
 def test_gradients_of_all_three(mode):

@@ -12,6 +12,7 @@ from mindlora.core.errors import UnsupportedCellError
 from mindlora.models.variants.registry import PARAMETERS
 from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.network.variants.dora import DoRADense, row_norms
+from tests.support.lora_dense import Each
 from tests.support.networks import (
     TinyModel,
     as_array,
@@ -61,17 +62,21 @@ def oracle(dora, x, activation=None):
 # The equation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain):
     cell, activation = plain
-    dora, x = DoRADense.from_dense(cell, CONFIG), normal(*shape)
-    expected = cell(Tensor(x)).asnumpy()
-    np.testing.assert_array_equal(dora(Tensor(x)).asnumpy(), expected)  # before the magnitude is initialized
+    inputs = [normal(3, IN), normal(2, 1, 3, IN)]
+    tensors = [Tensor(x) for x in inputs]
+    expected = [y.asnumpy() for y in Each(cell)(*tensors)]
+    dora = DoRADense.from_dense(cell, CONFIG)
+    for y, wanted in zip(Each(dora)(*tensors), expected):
+        np.testing.assert_array_equal(y.asnumpy(), wanted)  # before the magnitude is initialized
     dora.set_train()
-    assert_close(dora(Tensor(x)), expected)
+    for y, wanted in zip(Each(dora)(*tensors), expected):
+        assert_close(y, wanted)
     dora.set_train(False)
     randomize(dora.lora_parameters(), seed=2)
-    assert_close(dora(Tensor(x)), oracle(dora, x, activation))
+    for x, y in zip(inputs, Each(dora)(*tensors)):
+        assert_close(y, oracle(dora, x, activation))
 
 
 @pytest.mark.parametrize(

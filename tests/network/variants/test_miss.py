@@ -9,6 +9,7 @@ from mindlora.core.errors import ConfigError, UnsupportedCellError
 from mindlora.network.merge import merge_and_unload, merge_lora, unmerge_lora
 from mindlora.network.tree import lora_cells
 from mindlora.network.variants.miss import MiSSDense
+from tests.support.lora_dense import Each
 from tests.support.networks import (
     TinyModel,
     as_array,
@@ -62,15 +63,17 @@ def model(config=CONFIG):
     return network
 
 
-@pytest.mark.parametrize("shape", [(3, IN), (2, 1, 3, IN)], ids=str)
-def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain, shape):
+def test_a_new_cell_is_the_plain_one_and_a_trained_one_the_equation(mode, plain):
     cell, activation = plain
-    x = normal(*shape)
-    expected = cell(Tensor(x)).asnumpy()
+    inputs = [normal(3, IN), normal(2, 1, 3, IN)]
+    tensors = [Tensor(x) for x in inputs]
+    expected = [y.asnumpy() for y in Each(cell)(*tensors)]
     miss = MiSSDense.from_cell(cell, LoraConfig(lora_rank=RANK, use_miss=True))
-    np.testing.assert_array_equal(miss(Tensor(x)).asnumpy(), expected)
+    for y, wanted in zip(Each(miss)(*tensors), expected):
+        np.testing.assert_array_equal(y.asnumpy(), wanted)
     miss = adapted(miss.plain_cell())
-    assert_close(miss(Tensor(x)), oracle(miss, x, activation))
+    for x, y in zip(inputs, Each(miss)(*tensors)):
+        assert_close(y, oracle(miss, x, activation))
 
 
 @pytest.mark.parametrize("in_channels, out_channels, rank", [(1, 5, 1), (12, 1, 4), (13, 3, 4), (3, 4, 8)])

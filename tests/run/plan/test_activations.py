@@ -23,8 +23,8 @@ WIDE = {"seq_length": 32, "hidden_size": 64, "num_heads": 8, "n_kv_heads": 2, "i
 SOME = {**LORA, "target_modules": ["wq", "wv", "w2"]}
 # Name -> (model_config, pet_config, recompute_config, rows, device).
 SHAPES = {
-    "on a CPU, three adapters": ({}, SEVERAL, {}, 2, "CPU"),
-    "on a CPU, a base in bfloat16": ({"param_init_type": "bfloat16"}, LORA, {}, 2, "CPU"),
+    "on a CPU, three adapters": ({"num_layers": 1}, SEVERAL, {}, 2, "CPU"),
+    "on a CPU, a base in bfloat16": ({"num_layers": 1, "param_init_type": "bfloat16"}, LORA, {}, 2, "CPU"),
     "for an NPU, a wide model": ({**ASCEND, **WIDE}, SOME, {}, 3, "Ascend"),
     "for an NPU, one layer of two recomputed": ({**ASCEND, "vocab_size": 256}, SOME, {"recompute": [1]}, 2, "Ascend"),
 }

@@ -243,7 +243,7 @@ def load_stored(adapter):
 
 
 def run(program, arguments):
-    """Runs a program in a process of its own, which begins with all that is imported here; raises what it printed."""
+    """Runs a program in a process of its own, which begins with all that is imported here; returns what it printed."""
     sys.stderr.flush()
     with tempfile.TemporaryFile("w+") as printed:
         child = os.fork()
@@ -264,8 +264,10 @@ def run(program, arguments):
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         printed.seek(0)
+        text = printed.read()
         if status:
-            raise RuntimeError(f"{program} ended with status {status}:\n{printed.read()[-3000:]}")
+            raise RuntimeError(f"{program} ended with status {status}:\n{text[-3000:]}")
+        return text
 
 
 def seed_all(seed):
