@@ -27,10 +27,7 @@ PET = {
 STEPS = 10
 
 
-CALLBACKS = [
-    {"type": "AdapterHealth", "every_steps": 1},
-    {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 9},
-]
+CALLBACKS = [{"type": "AdapterHealth", "every_steps": 1}, {"type": "LoraCheckpoint", "save_steps": 4, "keep_last": 9}]
 
 
 @pytest.fixture(scope="module")

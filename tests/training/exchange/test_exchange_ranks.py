@@ -74,7 +74,8 @@ def test_dense_is_the_sum(two):
 def test_dense_between_machines_is_the_sum(four_ranks):
     for step in KEPT:
         expected = np.sum([gradient(rank, step) for rank in range(4)], 0, np.float64)
-        np.testing.assert_allclose(four_ranks["pynative"][0]["machines dense/totals"][step], expected, rtol=0, atol=2e-12)
+        found = four_ranks["pynative"][0]["machines dense/totals"][step]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-12)
 
 
 def test_float16_is_close_however_small_the_gradients(two_ranks, four_ranks):
