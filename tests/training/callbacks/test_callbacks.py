@@ -27,6 +27,7 @@ from mindlora.training.launch import hooks  # noqa: F401
 from mindlora.training.report import run_report
 from mindlora.training.report.history import read_history
 from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.conftest import in_mode
 from tests.support import networks, tiny_runs
 from tests.support.tiny_runs import BATCH_SIZE, IGNORED, PAD
 
@@ -65,11 +66,11 @@ def cross_entropy(logits, input_ids, labels):
 def test_held_out_loss_is_the_cross_entropy_of_the_logits(network, held_out, graph_mode):
     path, input_ids, labels = held_out
     network.set_train(False)
-    logits = network(Tensor(input_ids[:, :-1]))[0].asnumpy()
-    expected = cross_entropy(logits, input_ids, labels)
+    with in_mode(ms.PYNATIVE_MODE):
+        logits = network(Tensor(input_ids[:, :-1]))[0].asnumpy()
     cell = HeldOutLossCell(network, IGNORED)
-    for batch_size in (BATCH_SIZE, ROWS):
-        np.testing.assert_allclose(held_out_loss(cell, path, batch_size), expected, rtol=1e-6)
+    expected = cross_entropy(logits, input_ids, labels)
+    np.testing.assert_allclose(held_out_loss(cell, path, BATCH_SIZE), expected, rtol=1e-6)
 
 
 class FixedLogits(nn.Cell):
@@ -136,12 +137,12 @@ def test_measuring_does_not_change_training(network, held_out, graph_mode):
                 measured.append(params["eval_results"])
         return float(params.net_outputs[0].asnumpy())
 
-    callback = HeldOutLoss(path, every_steps=1)
+    callback = HeldOutLoss(path, every_steps=1, batch_size=ROWS)
     trainings = {name: sub.training for name, sub in cell.cells_and_names()}
     loss = two_steps(callback)
     assert {name: sub.training for name, sub in cell.cells_and_names()} == trainings
     # Two compiled graphs, training and evaluation, however often they alternate.
-    assert len(cell.compile_cache) == 1 and len(callback.cell.compile_cache) <= 2
+    assert len(cell.compile_cache) == len(callback.cell.compile_cache) == 1
     first, second = measured
     assert first.keys() == second.keys() == {"held_out_loss"} and first != second
     assert two_steps(None) == loss

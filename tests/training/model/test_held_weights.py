@@ -59,7 +59,8 @@ def qwen3_losses(held, **keys):
     """The losses of a tiny Qwen3 whose weights are numbers of bfloat16 and which holds them so, or in float32."""
     network = rounded(tiny_qwen3(params_dtype=held, **keys))
     assert {str(each.dtype) for each in floats(network)} == {"BFloat16" if held == "bfloat16" else "Float32"}
-    adapted = with_adapters(network, **PET)
+    # DoRA reads the whole weights too.
+    adapted = with_adapters(network, **PET, use_dora=True)
     # As the train step does once more.
     for_a_cpu(adapted)
     bases = [cell.base for _, cell in lora_cells(adapted)]
@@ -94,7 +95,7 @@ def llama_run(folder, name, mode=0, **model):
     config["context"]["mode"] = mode
     pet = config["model"]["model_config"]["pet_config"]
     pet.update(model.pop("pet", {}))
-    config["model"]["model_config"].update(model, num_layers=2)
+    config["model"]["model_config"].update(model)
     # In a loop of the graph, MindSpore would copy the weights that it keeps for the backward, and cannot in bfloat16.
     config["runner_config"]["gradient_accumulation_steps"] = 2
     result = tiny_runs.launch(config, folder / name)
@@ -147,8 +148,8 @@ FEATURES = {
 }
 
 
-# Their products are those of the first one, and the rest of their graphs is the same in float32.
-IN_PYNATIVE = ("miss", "vera", "adalora")
+# Has products of linear cells, of experts and of an embedding; what else trains is the same in float32.
+IN_GRAPH_MODE = "experts-and-embedding"
 
 
 @functools.lru_cache(maxsize=None)
@@ -161,7 +162,7 @@ def losses(feature, held, product_dtype="float32"):
     network = rounded(make(params_dtype=held))
     ms.set_seed(7)
     adapted = with_adapters(network, **{**PET, "product_dtype": product_dtype, **pet})
-    of_graph = held == "bfloat16" and product_dtype == "float32" and feature not in IN_PYNATIVE
+    of_graph = held == "bfloat16" and product_dtype == "float32" and feature == IN_GRAPH_MODE
     with contextlib.nullcontext() if of_graph else mcore_in_pynative():
         found = train(adapted, 4)
     assert {parameter.dtype for parameter in adapted.trainable_params()} == {mstype.float32}
@@ -187,7 +188,6 @@ def test_experts_multiply_in_bfloat16_within_its_rounding():
     assert np.abs(found - expected).max() > 1e-6
 
 
-@shows("several", "qwen3_moe")
 def test_several_adapters_train_beside_each_other_on_it():
     from mindlora.training.model.held_weights import hold_weights
 
@@ -199,7 +199,7 @@ def test_several_adapters_train_beside_each_other_on_it():
         ]
         stack_adapters(network, configs, [1, 2]).set_initial_values()
         hold_weights(network, "float32")
-        with contextlib.nullcontext() if held == "bfloat16" else mcore_in_pynative():
+        with mcore_in_pynative():
             return train(network, 4)
 
     np.testing.assert_allclose(trained("bfloat16"), trained("float32"), rtol=1e-6)
@@ -214,10 +214,9 @@ def test_a_reference_multiplies_by_the_same_weights_of_16_bits():
     mine = {id(parameter) for parameter in network.get_parameters()}
     assert all(id(parameter) in mine for parameter in reference.get_parameters())
     ids = Tensor(tokens())
-    of_reference, of_network = Loss(reference).set_train(False), Loss(network).set_train(False)
-    found = of_reference(ids, ids).asnumpy()
     with mcore_in_pynative():
-        np.testing.assert_array_equal(found, of_network(ids, ids).asnumpy())
+        of_reference, of_network = (Loss(each).set_train(False)(ids, ids).asnumpy() for each in (reference, network))
+    np.testing.assert_array_equal(of_reference, of_network)
 
 
 @pytest.mark.parametrize(

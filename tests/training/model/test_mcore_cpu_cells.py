@@ -236,7 +236,7 @@ def test_pieces_and_outer_products_and_the_largest(mode, mindformers):
 @pytest.mark.parametrize("hidden_act", ["silu", "swiglu", "fusedswiglu"])
 def test_a_feed_forward_network_keeps_no_silu(hidden_act, mindformers, graph_mode, library, tmp_path, monkeypatch):
     sizes = {"hidden_act": hidden_act.removeprefix("fused"), "bias_swiglu_fusion": hidden_act == "fusedswiglu"}
-    network = with_adapters(tiny_qwen3(**sizes), lora_rank=4, lora_alpha=8, target_modules="all-linear")
+    network = with_adapters(tiny_qwen3(**sizes), lora_rank=4, lora_alpha=8, target_modules=".*linear_fc.*")
     tokens = Tensor(np.ones((2, TINY["seq_length"]), np.int32))
     kept = saved_tensors(compiled_graph(Gradients(network), [tokens], tmp_path, monkeypatch))
     one = 4 * tokens.size * TINY["intermediate_size"]

@@ -1,7 +1,5 @@
 """The reference of preference training on MindFormers' Llama, and what the train step makes of a batch."""
 
-import contextlib
-
 import mindspore as ms
 import numpy as np
 import pytest
@@ -128,19 +126,23 @@ def log_probabilities(network, ids, answers):
     return np.where(answers[:, 1:] >= 0, chosen, 0).sum(-1)
 
 
-# The graph's own part, the reference that is compiled beside the policy, is the same on both families.
-IN_GRAPH_MODE = [pytest.param("deepseek_v3", "dpo", marks=shows("preference", "deepseek_v3"))]
-IN_PYNATIVE = [("deepseek_v3", "orpo"), ("qwen3_moe", "dpo"), ("qwen3_moe", "orpo")]
-
-
-@pytest.mark.parametrize("model, name", IN_GRAPH_MODE)
-def test_losses_on_routed_experts_are_those_of_the_logits(model, name, mindformers, graph_mode):
-    loss, batch, expected = loss_on_experts(model, name)
+@pytest.mark.long
+def test_losses_on_routed_experts_are_those_of_the_logits_in_graph_mode(mindformers, graph_mode):
+    """Before a release alone: a Qwen3-MoE learns preferences in a graph in tests/e2e."""
+    loss, batch, expected = loss_on_experts("deepseek_v3", "dpo")
     assert float(loss.set_train()(*batch)[0].asnumpy()) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("model, name", IN_PYNATIVE)
-def test_losses_on_routed_experts_are_those_of_the_logits_in_pynative(model, name, mindformers):
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        pytest.param("deepseek_v3", "dpo", marks=shows("preference", "deepseek_v3")),
+        ("deepseek_v3", "orpo"),
+        ("qwen3_moe", "dpo"),
+        ("qwen3_moe", "orpo"),
+    ],
+)
+def test_losses_on_routed_experts_are_those_of_the_logits(model, name, mindformers):
     loss, batch, expected = loss_on_experts(model, name)
     with mcore_in_pynative():
         for is_training in (True, False):
@@ -174,7 +176,7 @@ def loss_on_experts(model, name):
     return loss, batch, preference_oracle.pair_loss(settings, policy, compared, lengths)
 
 
-def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mindformers, graph_mode):
+def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mindformers):
     begin, length = 1, 12
     answers = np.random.default_rng(0).integers(4, 64, (2, length)).astype(np.int32)
     answers[:, :4] = answers[0, :4]
@@ -202,7 +204,7 @@ def test_a_packed_pair_has_the_loss_that_it_has_in_two_rows_of_an_mcore_model(mi
         batch = [Tensor(array[None] if len(ids) == 2 else array) for array in (ids, labels, rows)]
         batch.append(Tensor(np.ones((1, 1), np.int32)))
         # What the step differentiates.
-        with mcore_in_pynative() if len(ids) == 2 else contextlib.nullcontext():
+        with mcore_in_pynative():
             losses.append(float(step.token_gradients.network(*batch)[0].asnumpy()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and abs(losses[0] - np.log(2)) > 1e-3
 

@@ -16,7 +16,6 @@ from mindlora.run.checks.training import check_training
 from mindlora.run.yaml_run import YamlRun
 from mindlora.training.launch.preflight import set_micro_batches
 from mindlora.training.step.train_step import LoraTrainOneStepCell
-from tests.conftest import in_mode
 from tests.support.cpu_llama import ON_CPU
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 16, 64, 8
@@ -64,12 +63,11 @@ def distance(first, second):
     return max(np.abs(first[name] - second[name]).max() for name in first)
 
 
-def test_four_micro_batches_train_what_one_batch_trains(batches):
-    with in_mode(ms.PYNATIVE_MODE):
-        losses, whole, _ = trained(batches, 1)
-        _, alike, _ = trained(batches, 4, weigh_alike=True)
-    with in_mode(ms.GRAPH_MODE):
-        in_parts_losses, in_parts, step = trained(batches, 4)
+def test_four_micro_batches_train_what_one_batch_trains(batches, pynative_mode):
+    """The micro-batches of a graph are in test_invocation and test_token_gradients."""
+    losses, whole, _ = trained(batches, 1)
+    _, alike, _ = trained(batches, 4, weigh_alike=True)
+    in_parts_losses, in_parts, step = trained(batches, 4)
     np.testing.assert_allclose(in_parts_losses, losses, atol=1e-6)
     assert distance(whole, in_parts) <= 1e-6
     # Had each micro-batch the same weight, the run would have been another one.

@@ -100,8 +100,8 @@ def test_mindformers_own_step_skips_it_by_its_loss_and_lowers_no_loss_scale(netw
     assert not step(Tensor(ids), Tensor(ids))[1]
 
 
-@pytest.mark.parametrize("without, step_mode", [("examples", ms.PYNATIVE_MODE), ("answers", ms.GRAPH_MODE)])
-def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network, without, step_mode):
+@pytest.mark.parametrize("without", ["examples", "answers"])
+def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network, without, pynative_mode):
     network = adapted(network)
     scale = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=1000)
     optimizer = nn.AdamWeightDecay(network.trainable_params(), Falling())
@@ -111,12 +111,11 @@ def test_a_batch_without_preferences_is_skipped_and_lowers_no_loss_scale(network
     answers[:, 0, 6:12], answers[:, 1, 6:9] = 0, 1
     labels, pairs = np.where(answers >= 0, ids, IGNORED), np.ones((ROWS, 1), np.int32)
     nothing = {"examples": (answers, pairs * 0), "answers": (np.full_like(answers, -1), pairs)}[without]
-    with in_mode(step_mode):
-        assert_skips(step, (ids, labels, answers, pairs), (ids, np.full_like(ids, IGNORED), *nothing))
+    assert_skips(step, (ids, labels, answers, pairs), (ids, np.full_like(ids, IGNORED), *nothing))
     assert float(step.scale_sense.asnumpy()) == 1024
 
 
-def test_an_adapter_whose_rows_have_no_labels_is_skipped_and_the_others_are_not(network, graph_mode):
+def test_an_adapter_whose_rows_have_no_labels_is_skipped_and_the_others_are_not(network, pynative_mode):
     stack = stack_adapters(network, [LoraConfig(**LORA), LoraConfig(**LORA)])
     stack.set_initial_values()
     step = StackedTrainOneStepCell(network, StackedAdamW(network.trainable_params(), OfAdapters()))

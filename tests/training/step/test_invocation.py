@@ -53,7 +53,7 @@ def make_network(recompute=False, tokens=INVOCATION, **keys):
     rng = np.random.default_rng(3)
     for parameter in network.get_parameters():
         parameter.set_data(Tensor(rng.normal(0, 0.1, parameter.shape).astype(np.float32)))
-    apply_lora(network, LoraConfig(lora_rank=4, target_modules="all-linear", alora_invocation_tokens=tokens))
+    apply_lora(network, LoraConfig(lora_rank=4, target_modules=".*wq|.*w2", alora_invocation_tokens=tokens))
     freeze_base(network)
     for parameter in network.trainable_params():
         parameter.set_data(Tensor(rng.normal(0, 0.1, parameter.shape).astype(np.float32)))
@@ -105,7 +105,6 @@ def test_packed_examples_give_what_they_give_alone():
     examples[3, 3:5] = INVOCATION
     with in_mode(ms.PYNATIVE_MODE):
         alone = logits_of(make_network(seq_length=LENGTH // 2), examples)
-    with in_mode(ms.GRAPH_MODE):
         network = make_network()
         install_segment_mask(network, BEGIN)
         packed = logits_of(network, examples.reshape((2, LENGTH)))
@@ -119,7 +118,7 @@ def test_a_loaded_adapter_learns_preferences_and_is_its_own_reference():
     answers[:, 0, 8:], answers[:, 1, 8:] = 0, 1
     labels = np.where(answers >= 0, ids, -100).astype(np.int32)
     batch = [Tensor(array) for array in (ids, labels, answers, np.ones((ROWS, 1), np.int32))]
-    with in_mode(ms.GRAPH_MODE):
+    with in_mode(ms.PYNATIVE_MODE):
         network = make_network(num_layers=1)
         optimizer = AdamW(network.trainable_params(), 1e-2)
         step = LoraTrainOneStepCell(network, optimizer, micro_batches=2, preference={"loss": "dpo"})

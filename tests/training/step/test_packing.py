@@ -12,7 +12,6 @@ from mindlora.data.conversion import Encoded
 from mindlora.data.mindrecord import write_mindrecord
 from mindlora.data.packing import Boundary, pack, packed_columns
 from mindlora.training.report.history import read_history
-from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.mcore_networks import MAKE, scaled, tiny_config, with_adapters
 from tests.support.mcore_pynative import mcore_in_pynative
@@ -63,14 +62,10 @@ def test_an_example_has_the_logits_that_it_has_alone(pynative_mode, make_llama, 
         check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), kind)
 
 
-def test_an_example_has_the_logits_that_it_has_alone_in_graph_mode(make_llama):
-    check_logits(make_llama(seq_length=LENGTH, pad_token_id=PAD), "bos", packed_mode=ms.GRAPH_MODE)
-
-
-@pytest.mark.parametrize("kind, packed_mode", [("bos", ms.GRAPH_MODE), ("padding", ms.PYNATIVE_MODE)])
-def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, kind, packed_mode):
+@pytest.mark.parametrize("kind", BOUNDARIES)
+def test_an_example_has_the_logits_that_it_has_alone_in_an_mcore_model(mindformers, kind):
     with mcore_in_pynative():
-        check_logits(small_mcore_model("qwen3", LENGTH), kind, packed_mode)
+        check_logits(small_mcore_model("qwen3", LENGTH), kind)
 
 
 def small_mcore_model(model, seq_length):
@@ -79,8 +74,8 @@ def small_mcore_model(model, seq_length):
     return with_adapters(base, lora_rank=2, lora_alpha=4, target_modules=["linear_proj"])
 
 
-def check_logits(network, kind, packed_mode=ms.PYNATIVE_MODE):
-    """Checks a network with the mask in a mode against the same one without, in PyNative."""
+def check_logits(network, kind):
+    """Checks a network with the mask against the same one without; the runs below have it in graphs."""
     from mindlora.training.step.packing import install_segment_mask, installed_boundary
 
     boundary = BOUNDARIES[kind]
@@ -92,8 +87,7 @@ def check_logits(network, kind, packed_mode=ms.PYNATIVE_MODE):
     assert installed_boundary(network) is None
     install_segment_mask(network, boundary.token)
     assert installed_boundary(network) == boundary.token
-    with in_mode(packed_mode):
-        found, unpacked = (logits_of(network, rows, boundary, len(alone)) for rows in (packed, alone))
+    found, unpacked = (logits_of(network, rows, boundary, len(alone)) for rows in (packed, alone))
     assert found.keys() == expected.keys() and len(found) == len(examples)
     scale = max(np.abs(values).max() for values in expected.values())
     assert difference(found, expected) < 2e-6 * scale
@@ -123,7 +117,7 @@ def mean_loss(network, rows):
 @shows("packed", "llama")
 def test_the_loss_of_a_run_is_that_of_the_examples_unpacked(tmp_path, make_llama, pynative_mode):
     network = make_llama(seq_length=SEQUENCE, num_layers=1, pad_token_id=PAD, rms_norm_eps=1e-5)
-    check_losses(network, network, tiny_runs.tiny_config, tmp_path)
+    check_losses(network, network, "bos", tiny_runs.tiny_config, tmp_path)
 
 
 MCORE = [
@@ -140,17 +134,18 @@ def test_the_loss_of_an_mcore_run_is_that_of_the_examples_unpacked(model, tmp_pa
 
     network = small_mcore_model(model, SEQUENCE)
     with mcore_in_pynative():
-        check_losses(network, scaled(MAKE[model](), 0.4), config, tmp_path)
+        check_losses(network, scaled(MAKE[model](), 0.4), "padding", config, tmp_path)
 
 
-def check_losses(network, base, tiny_config, tmp_path):
+def check_losses(network, base, kind, tiny_config, tmp_path):
     """Checks the losses of a run on packed rows against those of a network with this base on the examples alone."""
-    boundary = BOUNDARIES["padding"]
+    # So many examples that their rows are three micro-batches.
+    boundary, count = BOUNDARIES[kind], {"bos": 29, "padding": 30}[kind]
     network.set_train(False)
     ms.save_checkpoint(base, str(tmp_path / "base.ckpt"))
     files, expected, counts = {}, {}, {}
     for seed, name in enumerate(("train", "held_out")):
-        examples = examples_of(boundary, count=30, longest=SEQUENCE + 1, seed=seed)
+        examples = examples_of(boundary, count, longest=SEQUENCE + 1, seed=seed)
         files[name], rows = str(tmp_path / f"{name}.mindrecord"), packed_rows(examples, boundary, SEQUENCE)
         write_mindrecord(rows, files[name])
         expected[name], counts[name] = mean_loss(network, single_rows(examples, SEQUENCE)), len(rows)

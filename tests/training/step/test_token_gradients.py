@@ -43,24 +43,28 @@ def expected(x, target, counted):
     return (difference**2).sum(), counted.sum(), (2 * difference[..., None] * x).sum((0, 1)), 2 * difference.sum()
 
 
-def run(network, batch, micro_batches, scale=1.0):
-    cell = TokenGradients(network, ParameterTuple(network.trainable_params()), micro_batches)
+def cell_of(network, micro_batches):
+    return TokenGradients(network, ParameterTuple(network.trainable_params()), micro_batches)
+
+
+def run(cell, batch, scale=1.0):
     total, count, gradients = cell(Tensor(scale, ms.float32), *map(Tensor, batch))
     return [total.asnumpy(), count.asnumpy(), *(gradient.asnumpy() for gradient in gradients)]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3, 4])
+@pytest.mark.parametrize("mode, micro_batches", [(0, 1), (0, 3), (1, 1), (1, 3), (1, 4)], indirect=["mode"])
 def test_a_batch_in_parts_gives_what_it_gives_whole(mode, batch, micro_batches):
-    found = run(CountingLoss(), batch, micro_batches)
+    cell = cell_of(CountingLoss(), micro_batches)
+    found = run(cell, batch)
     for array, value in zip(found, expected(*batch)):
         np.testing.assert_allclose(array, value.reshape(array.shape), rtol=2e-6)
-    scaled = run(CountingLoss(), batch, micro_batches, scale=0.5)
+    scaled = run(cell, batch, scale=0.5)
     np.testing.assert_allclose(scaled[2], found[2] / 2, rtol=1e-6)
     np.testing.assert_allclose(scaled[0], found[0], rtol=1e-6)
 
 
 def test_several_micro_batches_add_up_in_float32(mode, batch):
-    found = run(CountingLoss(dtype=ms.float16), batch, 3)
+    found = run(cell_of(CountingLoss(dtype=ms.float16), 3), batch)
     assert found[2].dtype == np.float32
     np.testing.assert_allclose(found[2], expected(*batch)[2], rtol=3e-3)
 
@@ -68,7 +72,7 @@ def test_several_micro_batches_add_up_in_float32(mode, batch):
 def test_means_weigh_each_micro_batch_alike(mode, batch):
     """What a network that counts no tokens gets: the sum of the means, which is another gradient."""
     parts = [expected(*(array[rows] for array in batch)) for rows in (slice(0, 6), slice(6, 12))]
-    found = run(CountingLoss(is_mean=True), batch, 2)
+    found = run(cell_of(CountingLoss(is_mean=True), 2), batch)
     assert found[1] == 2
     np.testing.assert_allclose(found[2], sum(part[2] / part[1] for part in parts), rtol=1e-5)
     total = expected(*batch)
@@ -77,14 +81,13 @@ def test_means_weigh_each_micro_batch_alike(mode, batch):
 
 def test_a_batch_that_cannot_be_split_is_refused(mode, batch):
     with pytest.raises(ConfigError, match="12 rows, which cannot be split into 5 micro-batches") as caught:
-        run(CountingLoss(), batch, 5)
+        run(cell_of(CountingLoss(), 5), batch)
     assert "train_dataset.drop_remainder: True" in str(caught.value)
 
 
 def test_a_dry_run_which_ends_no_loop_takes_one_micro_batch(batch, monkeypatch):
-    network = CountingLoss()
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
-    cell = TokenGradients(network, ParameterTuple(network.trainable_params()), 3)
+    cell = cell_of(CountingLoss(), 3)
     monkeypatch.delenv("MS_SIMULATION_LEVEL")
     total, count, _ = cell(Tensor(1.0, ms.float32), *map(Tensor, batch))
     first = expected(*(array[: ROWS // 3] for array in batch))

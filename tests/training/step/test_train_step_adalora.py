@@ -143,7 +143,7 @@ def test_every_step_is_the_oracle_s(mode, data, monkeypatch):
     assert len(compiled) <= 1
 
 
-def test_a_step_that_is_skipped_changes_nothing_of_it(graph_mode, data):
+def test_a_step_that_is_skipped_changes_nothing_of_it(pynative_mode, data):
     cell = train_step()
     for number, _ in run(cell, data[:3]):
         if number == 2:

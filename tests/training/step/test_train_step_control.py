@@ -6,11 +6,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindformers.wrapper import MFTrainOneStepCell
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindlora.core.errors import ConfigError
 from mindlora.models.names import TRANSIENT
 from mindlora.training.step.train_step import LoraTrainOneStepCell
+from tests.conftest import in_mode
 
 RATE = 0.5
 
@@ -44,6 +45,26 @@ def train_step(schedule=None, **keys):
     return cell.set_train()
 
 
+@pytest.fixture(scope="module", params=[0, 1], ids=["graph", "pynative"])
+def compiled(request):
+    """A train step in graph mode or in PyNative, compiled once for all tests."""
+    with in_mode(request.param):
+        yield train_step(record_gradient_norms=True)
+
+
+@pytest.fixture
+def cell(compiled):
+    """The train step as it begins."""
+    state = zip(compiled.network.trainable_params(), Loss().trainable_params())
+    for parameter, value in (*state, (compiled.optimizer.global_step, 0), (compiled.stop_request, 0)):
+        # Not set_data: where only a branch of a graph reads a parameter, it would keep its old value.
+        ops.assign(parameter, Tensor(value, parameter.dtype).reshape(parameter.shape))
+    compiled.set_limits(math.inf, math.inf)
+    for source in compiled.rate_factors:
+        compiled.set_rate_factor(source, 1.0)
+    return compiled
+
+
 def values(cell):
     return np.concatenate([parameter.asnumpy().copy() for parameter in cell.network.trainable_params()])
 
@@ -54,8 +75,7 @@ def gradients(x, target):
     return (difference**2).mean(), 2 * (difference[:, None] * x).mean(0), 2 * difference.mean()
 
 
-def test_the_record_says_what_the_step_measured(mode, batch):
-    cell = train_step(record_gradient_norms=True)
+def test_the_record_says_what_the_step_measured(cell, batch):
     cell(*map(Tensor, batch))
     loss, of_weight, of_bias = gradients(*batch)
     record = cell.last_record()
@@ -72,8 +92,7 @@ def test_gradient_norms_that_are_not_recorded_are_an_error():
         train_step().gradient_norms()
 
 
-def test_a_step_beyond_a_limit_changes_nothing(mode, batch):
-    cell = train_step()
+def test_a_step_beyond_a_limit_changes_nothing(cell, batch):
     loss, of_weight, of_bias = gradients(*batch)
     norm = math.sqrt((of_weight**2).sum() + of_bias**2)
     before = values(cell)
@@ -90,8 +109,7 @@ def test_a_step_beyond_a_limit_changes_nothing(mode, batch):
     np.testing.assert_allclose(values(cell), expected, rtol=1e-5)
 
 
-def test_the_factor_applies_to_the_next_step_and_is_in_what_is_reported(mode, batch):
-    cell = train_step()
+def test_the_factor_applies_to_the_next_step_and_is_in_what_is_reported(cell, batch):
     cell.set_rate_factor("guard", 0.5)
     cell.set_rate_factor("plateau", 0.1)
     before = values(cell)
@@ -102,9 +120,8 @@ def test_the_factor_applies_to_the_next_step_and_is_in_what_is_reported(mode, ba
     assert cell.rate_factors == {"guard": 0.5, "plateau": 0.1}
 
 
-def test_the_factor_changes_between_two_steps(mode, batch):
+def test_the_factor_changes_between_two_steps(cell, batch):
     """A compiled graph must see it also where the rate is used, in the branch of steps that are not skipped."""
-    cell = train_step()
     cell(*map(Tensor, batch))
     cell.set_rate_factor("guard", 0.0)
     before = values(cell)
@@ -112,8 +129,7 @@ def test_the_factor_changes_between_two_steps(mode, batch):
     np.testing.assert_array_equal(values(cell), before)
 
 
-def test_a_stop_request_is_in_the_next_record(mode, batch):
-    cell = train_step()
+def test_a_stop_request_is_in_the_next_record(cell, batch):
     cell(*map(Tensor, batch))
     assert not cell.last_record().stop
     cell.request_stop()
