@@ -255,6 +255,15 @@ def test_arguments_change_the_key(x):
     assert key(x=x) != key() == key(x=ROWS + 1)
 
 
+def test_sizes_that_set_inputs_leaves_open_change_no_key():
+    def of(rows, *shape):
+        cell = Scale()
+        cell.set_inputs(Tensor(shape=shape, dtype=ms.float32))
+        return key(cell, Tensor(np.ones((rows, 3), np.float32)))
+
+    assert of(2, None, 3) == of(4, None, 3) != of(2, None, None) != key()
+
+
 def test_settings_and_variables_of_mindspore_change_the_key(monkeypatch):
     before = key()
     monkeypatch.setenv("MS_DEV_SIDE_EFFECT_LOAD_ELIM", "1")
