@@ -51,7 +51,7 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
-# A class lists here attributes that change in training and that no graph reads: keys do not depend on them.
+# A class lists here attributes that no graph reads: keys do not depend on them.
 UNREAD = "UNREAD_BY_GRAPHS"
 # MindFormers notes in a model's configuration which data a run trains on, and the settings of its adapters. What these
 # make of the model is in the key cell by cell; seeds, rates, names and paths are in no graph.
