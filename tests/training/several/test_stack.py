@@ -17,6 +17,7 @@ from mindlora.training.several.stack import pull, push, stack_adapters
 from tests.conftest import in_mode
 from tests.support import moe_networks
 from tests.support.mcore_networks import tiny_qwen3
+from tests.support.mcore_pynative import mcore_in_pynative
 from tests.support.moe_cells import WeightedOutput
 from tests.support.networks import TinyModel, as_array, normal, randomize
 
@@ -122,7 +123,8 @@ def test_cells_of_an_mcore_model_take_rows_that_are_side_by_side(base, mindforme
             np.testing.assert_allclose(found[:, 2 * number :][:, :2], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_compute_and_differentiate_for_each_adapter_as_with_its_own_weights(mindformers, graph_mode):
+@mcore_in_pynative()
+def test_experts_compute_and_differentiate_for_each_adapter_as_with_its_own_weights(mindformers):
     configs = [
         LoraConfig(target_parameters=["mlp.experts"], lora_rank=2, lora_alpha=3),
         LoraConfig(target_parameters=["experts.down_proj"], lora_rank=3, lora_alpha=1),
