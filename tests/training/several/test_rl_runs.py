@@ -94,7 +94,7 @@ def are_same_adapters(found, expected):
 
 
 EXPERTS = {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}
-ON_EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
+ON_EXPERTS = {"target_modules": ".*linear_proj|.*experts.*"}
 # A teacher beside the rewards. The second has what a run has by itself, and stands behind the first, which is smaller.
 TAUGHT = {
     "still": {
