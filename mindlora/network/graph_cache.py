@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
 import pathlib
@@ -50,7 +51,7 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
-# A class lists here attributes that change in training and that no graph reads: keys do not depend on them.
+# A class lists here attributes that no graph reads: keys do not depend on them.
 UNREAD = "UNREAD_BY_GRAPHS"
 # MindFormers notes in a model's configuration which data a run trains on, and the settings of its adapters. What these
 # make of the model is in the key cell by cell; seeds, rates, names and paths are in no graph.
@@ -290,8 +291,8 @@ def graph_key(cell: nn.Cell, arguments: Tuple[Any, ...]) -> str:
 
     It covers everything that a graph may depend on: for the cell and all objects that it reaches, classes with their
     functions, attributes and constants, and names, shapes and dtypes of parameters, whose values are in no graph;
-    shapes and dtypes of the arguments; MindSpore's settings and environment variables, and the installed packages,
-    mindlora and MindFormers by their files.
+    shapes and dtypes of the arguments, or of what set_inputs says of them; MindSpore's settings and environment
+    variables, and the installed packages, mindlora and MindFormers by their files.
 
     Args:
         cell (nn.Cell): The cell that is to be compiled.
@@ -304,7 +305,9 @@ def graph_key(cell: nn.Cell, arguments: Tuple[Any, ...]) -> str:
     walk = _Walk(digest.update)
     walk.add(_surroundings(), "the surroundings")
     walk.add(cell, type(cell).__name__)
-    walk.add_arguments(arguments)
+    # Sizes that set_inputs leaves open are those of no argument.
+    inputs = itertools.zip_longest(arguments, cell.get_inputs() or ())
+    walk.add_arguments(given if seen is None else seen for given, seen in inputs)
     return digest.hexdigest()
 
 

@@ -136,7 +136,7 @@ def whole(runs):
     return runs.start("whole", held_out, best_metric="held_out_f1", best_mode="max")
 
 
-@of_models("qwen2", "qwen3", *showing("classifier", "guard"))
+@of_models("qwen2", pytest.param("qwen3", marks=pytest.mark.long), *showing("classifier", "guard"))
 def test_words_get_their_labels_and_a_bad_step_is_skipped(whole, runs):
     accuracy, f1 = (whole.history.series(f"held_out_{name}")[1] for name in ("accuracy", "f1"))
     assert accuracy[-1] > runs.least and f1[-1] > runs.least
@@ -147,7 +147,7 @@ def test_words_get_their_labels_and_a_bad_step_is_skipped(whole, runs):
     assert shapes == {"score.weight": (LABELS, SIZES["hidden_size"]), "score.bias": (LABELS,)}
 
 
-@of_models("qwen3")
+@of_models("qwen3_moe")
 def test_a_resumed_run_equals_the_uninterrupted_one(runs, whole):
     half = STEPS // 2
     run = runs.start("resumed", resume=str(whole.steps / f"step_{half}"))

@@ -50,7 +50,13 @@ def write_model(folder, qwen3):
     chat_tokenizer(CHATML).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=[NAMED, OTHER])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(NAMED, marks=shows("served", "qwen3")),
+        pytest.param(OTHER, marks=[shows("served", "llama"), pytest.mark.long]),
+    ],
+)
 def model(request):
     """The folder of the model."""
     return request.param
@@ -97,7 +103,6 @@ def answered(trained, model):
         return [python(["-m", PROGRAMS["mindlora"], *words], trained) for _ in range(2)]
 
 
-@shows("served", "llama", "qwen3")
 def test_the_folder_answers_with_the_adapter(answered):
     """Serving compares the adapter's fingerprint of the base with the folder's: it was trained on these weights.
 

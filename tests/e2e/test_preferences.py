@@ -33,6 +33,9 @@ def history(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     stories260k.write_folder(folder / "model", kept=3)
     succeeded(python(["-c", blocks("python")[0]], folder))
+    # Half of them teach as much.
+    pairs = (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "pairs.jsonl").write_text("".join(pairs[::2]), encoding="utf-8")
     for command in commands("mindlora data"):
         program, *words = shlex.split(command)
         succeeded(python(["-m", PROGRAMS[program], *words], folder))
@@ -53,7 +56,7 @@ def history(library, tmp_path_factory):
 def test_held_out_rewards_rise(history):
     steps, accuracy = history.series("held_out_reward_accuracy")
     # Before training no reward is larger than another one. A few steps are enough for this rule.
-    assert len(steps) == 4 and accuracy[-1] > 0.95
+    assert len(steps) == 2 and accuracy[-1] > 0.95
     margins = history.series("held_out_reward_margin")[1]
     assert 0 < margins[0] < margins[-1]
 

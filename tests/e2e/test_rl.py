@@ -26,7 +26,7 @@ def block(kind, begins="", name="rl.md"):
 def output(library, tmp_path_factory):
     """The output folder of the run of the page, which is shorter here."""
     folder = tmp_path_factory.mktemp("rl")
-    stories260k.write_folder(folder / "model", kept=3)
+    stories260k.write_folder(folder / "model", kept=2)
     (folder / "rewards.py").write_text(block("python"), encoding="utf-8")
     row = json.loads(block("json"))
     rows = [{"prompt": row["prompt"].replace("Lily", name)} for name in NAMES]
@@ -77,7 +77,6 @@ def test_answers_under_a_schema_match_it_and_agree_with_the_trainer(output):
     config["runner_wrapper"]["rl"].update(
         reward_funcs={"type": "json_schema", "schema": "schema.json"},
         structured_outputs={"json": "schema.json"},
-        num_generations=2,
         max_disagreement=1e-4,
     )
     (folder / "schema.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -12,18 +12,20 @@ from tests.support.what_runs import shows
 
 STEPS = 8
 START = "import sys; from mindlora.training.launch import launcher; sys.exit(launcher.main(sys.argv[1:]))"
-# Each process rates its own part of the answers; one of the two raises.
+# Each process rates its own part of the answers, of four steps and of held-out prompts; then one of the two raises.
 REWARDS = """
 import os
+calls = 0
 
-def fails_on_one(prompts, completions, **columns):
-    if os.environ["RANK_ID"] == "1":
+def ends(prompts, completions, **columns):
+    global calls
+    calls += 1
+    if calls > 8 and os.environ["RANK_ID"] == "1":
         raise ValueError("nothing to see")
-    return [0.0] * len(completions)
+    return [text.count("e") / max(len(text), 1) for text in completions]
 """
 # Adam divides by the size of the gradient, which would hide a gradient twice as large; with a large eps it does not.
 KEYS = {
-    "epochs": 2,
     "rate": 20.0,
     "changes": {"optimizer": {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1.0, "weight_decay": 0.0}},
     # With the graphs of one process of training/rl/test_runs.py.
@@ -39,43 +41,45 @@ def folder(tmp_path_factory):
     """Tokenizer, prompts and rewards."""
     folder = tmp_path_factory.mktemp("rl_ranks")
     rl_runs.write_inputs(folder)
-    (folder / "raising.py").write_text(REWARDS, encoding="utf-8")
+    (folder / "ending.py").write_text(REWARDS, encoding="utf-8")
     # Not a multiple of two, of which one is answered twice.
     rows = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "held_out.jsonl").write_text("".join(rows[:3]), encoding="utf-8")
     return folder
 
 
-def two_ranks(folder, name, resume=False, code=0, **rl):
-    """Runs it in two processes; returns its output folder and the logs."""
-    config = rl_runs.config_of(resume, held_out_prompts="held_out.jsonl", **{**KEYS, **rl})
+def two_ranks(folder, name, resume=False, code=0):
+    """Runs it in two processes, longer than STEPS; returns its output folder and the logs."""
+    rl = {"held_out_prompts": "held_out.jsonl", "reward_funcs": "ending.py:ends"}
+    config = rl_runs.config_of(resume, epochs=3, **KEYS, **rl)
     config.update(use_parallel=True, parallel_config={"data_parallel": 2})
     config.setdefault("parallel", {})["parallel_mode"] = 0
     output = folder / name
     output.mkdir()
     (output / "start.py").write_text(START, encoding="utf-8")
     arguments = "--config", write_yaml(output, config), "--output_dir", output / "run"
-    for file in ("model", "rewards.py", "raising.py", "prompts.jsonl", "held_out.jsonl"):
+    for file in ("model", "ending.py", "prompts.jsonl", "held_out.jsonl"):
         (output / file).symlink_to(folder / file)
     return output / "run", run_ranks(2, output, output / "start.py", *arguments, code=code)
 
 
 @pytest.fixture(scope="module")
 def two(library, folder):
-    """The output folder of two processes."""
-    return two_ranks(folder, "two")[0]
+    """The output folder of two processes, one of which fails in the end, and their logs."""
+    return two_ranks(folder, "two", code=1)
 
 
 @pytest.fixture(scope="module")
 def one(library, folder):
     """The output folder of one process with the prompts of both."""
-    result, output = rl_runs.start(folder, "one", held_out_prompts="held_out.jsonl", **KEYS)
+    result, output = rl_runs.start(folder, "one", epochs=2, held_out_prompts="held_out.jsonl", **KEYS)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return output
 
 
 @shows("rl", "qwen3", place="processes")
 def test_two_processes_learn_what_one_learns_from_the_prompts_of_both(two, one):
+    two, _ = two
     state = "adapter_model.safetensors"
     ours, theirs = (load_file(run / "lora_checkpoint" / f"step_{STEPS}" / state) for run in (two, one))
     assert ours.keys() == theirs.keys()
@@ -90,13 +94,12 @@ def test_two_processes_learn_what_one_learns_from_the_prompts_of_both(two, one):
     assert 0 < max(histories[0].series("agreement/max")[1]) < 1e-4
 
 
-def test_a_resumed_run_ends_with_the_same_bits(folder, two):
-    resumed, _ = two_ranks(folder, "resumed", str(two / "lora_checkpoint" / "step_4"))
-    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / f"step_{STEPS}" for run in (two, resumed)))
-
-
-def test_a_reward_that_fails_on_one_rank_ends_all_with_an_error_that_names_it(library, folder):
-    _, logs = two_ranks(folder, "failed", code=1, beta=0.0, reward_funcs="raising.py:fails_on_one")
-    for log in logs:
+def test_a_reward_that_fails_on_one_rank_ends_all_with_an_error_that_names_it(two):
+    for log in two[1]:
         lines = [line for line in log.splitlines() if line.startswith("mindlora-run: error:")]
-        assert len(lines) == 1 and "rank 1: rl.reward_funcs: fails_on_one: it raised ValueError" in lines[0], lines
+        assert len(lines) == 1 and "rank 1: rl.reward_funcs: ends: it raised ValueError" in lines[0], lines
+
+
+def test_a_resumed_run_learns_the_same_bits(folder, two):
+    resumed, _ = two_ranks(folder, "resumed", str(two[0] / "lora_checkpoint" / "step_4"))
+    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / f"step_{STEPS}" for run in (two[0], resumed)))

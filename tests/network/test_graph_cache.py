@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindlora import apply_lora
 from mindlora.network.graph_cache import NoKeyError, graph_key
+from mindlora.run.checks.pet_config import PetLoraConfig
 from mindlora.training.step.rate_factor import RateFactor
 from tests.support import forked
+from tests.support.networks import TinyModel
 from tests.support.runs import succeeded
 
 # Compiles the cells that its arguments name, in their order, and prints what they compute and what came from the cache.
@@ -255,6 +258,15 @@ def test_arguments_change_the_key(x):
     assert key(x=x) != key() == key(x=ROWS + 1)
 
 
+def test_sizes_that_set_inputs_leaves_open_change_no_key():
+    def of(rows, *shape):
+        cell = Scale()
+        cell.set_inputs(Tensor(shape=shape, dtype=ms.float32))
+        return key(cell, Tensor(np.ones((rows, 3), np.float32)))
+
+    assert of(2, None, 3) == of(4, None, 3) != of(2, None, None) != key()
+
+
 def test_settings_and_variables_of_mindspore_change_the_key(monkeypatch):
     before = key()
     monkeypatch.setenv("MS_DEV_SIDE_EFFECT_LOAD_ELIM", "1")
@@ -285,6 +297,15 @@ def test_what_changes_while_it_trains_and_no_graph_reads_changes_no_key():
             self.rate.set("WarmUp", factor)
 
     assert key(Rates(0.5)) == key(Rates(0.25))
+
+
+def test_settings_of_an_adapter_that_no_graph_reads_change_no_key():
+    def of(**settings):
+        model = TinyModel(num_layers=1)
+        apply_lora(model, PetLoraConfig(lora_rank=2, target_modules=["wq"], **settings))
+        return key(model)
+
+    assert of() == of(seed=3, base_model_name_or_path="someone/a-base") != of(lora_alpha=9)
 
 
 @pytest.mark.usefixtures("mindformers")

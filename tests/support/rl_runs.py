@@ -6,7 +6,8 @@ from mindlora.data import tokenizers
 from tests.support import tiny_runs
 from tests.support.mcore_networks import tiny_config
 
-PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.0}
+# A cell of attention and one of the MLP; those of a Qwen3 are joined cells.
+PET = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ".*linear_qkv|.*linear_fc1|.*wq|.*w1", "lora_dropout": 0.0}
 SIZES = {"vocab_size": 300, "seq_length": 32, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0}
 # What the answer to each prompt must be, with room for it in max_completion_length.
 OUTPUTS = ({"regex": "[a-e]{1,4}"}, None, {"choice": ["the cat", "a bee"]}, '{"json": {"enum": ["e", 7]}}')

@@ -211,6 +211,8 @@ class LoRACell(ReplacingCell, AdapterParts):
 
     layout: PairLayout = LINEAR
     projection_key = 0
+    # What the settings make of a cell is in its other attributes; seeds and paths are in no graph.
+    UNREAD_BY_GRAPHS = ("config",)
 
     @classmethod
     def from_cell(cls, cell: nn.Cell, config: LoraConfig, shared: Optional[Tuple[Parameter, ...]] = None) -> "LoRACell":

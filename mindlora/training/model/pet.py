@@ -223,6 +223,8 @@ class _WithAdapters(MindloraModel):
         stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
     """
 
+    UNREAD_BY_GRAPHS = ("stack",)
+
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
         """Puts the adapters on ``base_model``, in place, and freezes the rest.
 

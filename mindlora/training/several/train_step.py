@@ -11,6 +11,7 @@ from mindspore.common.initializer import initializer
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from mindlora.models.names import TRANSIENT
+from mindlora.network.graph_cache import CompiledOnce
 from mindlora.training.model.loss_in_pieces import put_loss_in_pieces
 from mindlora.training.model.mcore_model import gpt_model_of, is_gpt_model, replace_loss
 from mindlora.training.model.network import base_of, with_loss
@@ -330,7 +331,7 @@ class UpdatesOfAdapters(nn.Cell):
         _set(self.stopped, adapter, 1)
 
 
-class StackedStep(UpdatesOfAdapters):
+class StackedStep(CompiledOnce, UpdatesOfAdapters):
     """UpdatesOfAdapters for a network that MindFormers trains, in place of MFTrainOneStepCell.
 
     Args:

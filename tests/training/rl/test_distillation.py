@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mindlora.data import tokenizers
 from mindlora.files.adapters import files
@@ -86,9 +87,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder, name, resume=False, epochs=8, **rl):
-    """Runs eight steps; returns the process and its output folder."""
-    config = tiny_config("", epochs, [{"type": "LoraCheckpoint", "save_steps": 4, "resume": resume}], PET)
+def start(folder, name, resume=False, epochs=8, pet=(), **rl):
+    """Runs a step for each epoch; returns the output folder."""
+    callbacks = [{"type": "LoraCheckpoint", "save_steps": 4, "resume": resume}]
+    config = tiny_config("", epochs, callbacks, {**PET, **dict(pet)})
     # Large weights, so that the hidden states say something of the answers.
     config["model"]["model_config"].update(SIZES, initializer_range=0.3)
     config["runner_config"]["batch_size"] = 32
@@ -102,21 +104,22 @@ def start(folder, name, resume=False, epochs=8, **rl):
         "num_generations": 32,
         "max_completion_length": 12,
         "tokenizer": "model",
+        "teacher": "teacher",
         "held_out_prompts": "held_out.jsonl",
         "held_out_steps": 4,
         "max_disagreement": 1e-4,
         **rl,
     }
     config["runner_wrapper"]["rl"] = {key: value for key, value in keys.items() if value is not None}
-    return tiny_runs.launch(config, folder / name), folder / name
+    result = tiny_runs.launch(config, folder / name)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return folder / name
 
 
 @pytest.fixture(scope="module")
 def taught(library, folder):
     """A run that learns from an adapter."""
-    result, output = start(folder, "taught", teacher="teacher")
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return output
+    return start(folder, "taught")
 
 
 @shows("rl", "qwen3")
@@ -136,17 +139,14 @@ def test_the_adapter_that_is_nearest_to_the_teacher_on_held_out_prompts_is_kept(
 
 
 def test_a_resumed_run_learns_the_same_from_its_teacher(folder, taught):
-    result, output = start(folder, "resumed", str(taught / "lora_checkpoint" / "step_4"), teacher="teacher")
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    output = start(folder, "resumed", str(taught / "lora_checkpoint" / "step_4"))
     tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_8" for run in (taught, output)))
 
 
 @pytest.fixture(scope="module")
 def generalized(library, folder):
     """A run that learns the whole distribution of an adapter, half of it on the completions of the data."""
-    result, output = start(folder, "generalized", teacher="teacher", gkd={}, **OF_GKD)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return output
+    return start(folder, "generalized", pet={"seed": 2}, gkd={}, **OF_GKD)
 
 
 @shows("rl", "qwen3")
@@ -166,16 +166,34 @@ def test_the_distribution_comes_nearer_to_the_teachers(generalized):
 
 def test_a_resumed_run_learns_the_same_distribution(folder, generalized):
     step = str(generalized / "lora_checkpoint" / "step_4")
-    result, output = start(folder, "generalized_resumed", step, teacher="teacher", gkd={}, **OF_GKD)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    output = start(folder, "generalized_resumed", step, gkd={}, **OF_GKD)
     tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_8" for run in (generalized, output)))
+
+
+@shows("several", "qwen3")
+def test_beside_another_adapter_it_learns_the_same_distribution(folder, generalized):
+    """The other one has another divergence, rank and rate, and answers of its teacher."""
+    gkd = {"beta": 1, "lmbda": 0.6, "seq_kd": True}
+    first = {"seed": 1, "lora_rank": 3, "learning_rate": 1e-2, "rl": {"seed": 1, "num_generations": 4, "gkd": gkd}}
+    adapters = [{"name": "first", **first}, {"name": "second", "seed": 2}]
+    output = start(folder, "several", epochs=4, pet={"adapters": adapters}, gkd={}, **OF_GKD)
+    histories = [read_history(str(run)) for run in (output / "second", generalized)]
+    for series, count in {"loss": 4, "held_out_teacher/divergence": 1}.items():
+        (_, found), (_, expected) = (history.series(series) for history in histories)
+        assert len(found) == count and found.all(), series
+        np.testing.assert_allclose(found, expected[:count], rtol=0, atol=1e-6, err_msg=series)
+    found, expected = (
+        load_file(run / "lora_checkpoint" / "step_4" / "adapter_model.safetensors")
+        for run in (output / "second", generalized)
+    )
+    assert found.keys() == expected.keys() and found
+    for key, array in expected.items():
+        np.testing.assert_allclose(found[key], array, rtol=0, atol=1e-5, err_msg=key)
 
 
 def test_the_teacher_answers_with_seq_kd(folder):
     # With the graphs of the runs before.
-    keys = {"gkd": {"lmbda": 0, "seq_kd": True}, **OF_GKD}
-    result, output = start(folder, "answered", epochs=1, teacher="teacher", **keys)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    output = start(folder, "answered", epochs=1, gkd={"lmbda": 0, "seq_kd": True}, **OF_GKD)
     history = read_history(str(output))
     assert len(history.series("teacher/divergence")[0]) == 1 and not len(history.series("completions/mean_length")[0])
     assert "and the tree" not in {answer["answer"].strip() for step in history.answers for answer in step["answers"]}

@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 
 from mindlora.data import tokenizers
@@ -26,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(library, folder):
-    """A run of six steps; its graphs are those of an adapter alone in several/test_rl_runs.py."""
+    """A run of six steps; its graphs are those of the one process in e2e/test_rl_ranks.py."""
     result, output = start(folder, "whole", **IN_16_BITS)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return output
@@ -76,22 +75,6 @@ def test_what_fails_ends_the_run_with_one_error(folder, rl, message):
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
-
-
-@shows("rl", "qwen3_moe")
-@shows("experts", "qwen3_moe")
-def test_routed_experts_are_sampled_as_they_train_and_a_resumed_run_learns_the_same(library, folder):
-    keys = {"model_type": "qwen3_moe", "pet": {"target_modules": ".*linear_.*|.*experts.*"}, "beta": 0.0}
-    result, output = start(folder, "experts", **keys)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    history = read_history(str(output))
-    assert 0 < history.series("agreement/max")[1].max() < 1e-4
-    assert 0 <= history.series("agreement/k2")[1].max() < 1e-10
-    learned = tiny_runs.state(output / "lora_checkpoint" / "step_6")
-    assert any("experts" in name and np.abs(array).max() > 0 for name, array in learned.items() if "lora_B" in name)
-    result, resumed = start(folder, "resumed_experts", str(output / "lora_checkpoint" / "step_4"), **keys)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    tiny_runs.assert_same_state(*(run / "lora_checkpoint" / "step_6" for run in (output, resumed)))
 
 
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>' + tools[0].function.name + '<|im_end|>' }}{% endif %}

@@ -17,11 +17,6 @@ from tests.support.rl_runs import OF_GKD, start
 from tests.support.what_runs import shows
 
 STEPS = 6
-# The first has no reference, and the second has one. Alone, both have the same graphs besides.
-ADAPTERS = {
-    "first": {"seed": 1, "rl": {"seed": 1, "beta": 0.0}},
-    "second": {"seed": 2, "learning_rate": 2.0e-2, "rl": {"seed": 2, "algorithm": "rloo"}},
-}
 # What ends a run with an error, what the calls of a reward are, and an adapter whose held-out reward always rises.
 REWARDS = """
 def forgets(prompts, completions, **columns):
@@ -36,10 +31,11 @@ held_out = 0
 
 def share_of_e(prompts, completions, **columns):
     global held_out
+    shares = [text.count("e") / max(len(text), 1) for text in completions]
     if len(completions) == 4:
         held_out += 1
-        return [float(held_out)] * 4
-    return [text.count("e") / max(len(text), 1) for text in completions]
+        return [held_out + share for share in shares]
+    return shares
 """
 
 
@@ -57,25 +53,17 @@ def nodes(adapters):
 
 
 def run(*arguments, **keys):
-    """Runs it, and returns its output folder; the base of a Qwen3 is in 16 bits."""
-    if "model_type" not in keys:
-        keys["model"] = {"params_dtype": "bfloat16"}
+    """Runs it, and returns its output folder."""
     result, output = start(*arguments, **keys)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return output
 
 
-def alone(folder, prefix, name, **keys):
-    """The output folder of a run with one of the adapters alone."""
-    own = dict(ADAPTERS[name])
+def run_alone(folder, name, adapter, pet=(), **keys):
+    """The output folder of a run with one of several adapters alone."""
+    own = {**adapter, **dict(pet)}
     rl, rate = own.pop("rl"), own.pop("learning_rate", None)
-    return run(folder, f"{prefix}{name}", pet=own, rate=rate, **keys, **rl)
-
-
-@pytest.fixture(scope="module")
-def both(library, folder):
-    """The output folder of a run with both adapters."""
-    return run(folder, "both", pet={"adapters": nodes(ADAPTERS)})
+    return run(folder, name, pet=own, rate=rate, **{**keys, **rl})
 
 
 def is_same(found, expected):
@@ -84,8 +72,8 @@ def is_same(found, expected):
     for series in ("reward", "reward_std", "held_out_reward", "completions/mean_length"):
         values = [history.series(series)[1].tolist() for history in histories]
         assert values[0] == values[1] and len(values[1]) == (STEPS // 2 if "held_out" in series else STEPS), series
-    kl = [history.series("kl")[1] for history in histories]
-    np.testing.assert_allclose(*kl, rtol=0, atol=1e-6)
+    for series in ("kl", "teacher/kl"):
+        np.testing.assert_allclose(*[history.series(series)[1] for history in histories], rtol=0, atol=1e-6)
     differences = histories[0].series("agreement/max")[1]
     assert len(differences) == STEPS and 0 < differences.max() < 1e-4
     are_same_adapters(found, expected)
@@ -105,61 +93,85 @@ def are_same_adapters(found, expected):
     assert best[0]["step"] == best[1]["step"]
 
 
-@shows("several", "qwen3")
-@pytest.mark.parametrize("name", list(ADAPTERS))
-def test_an_adapter_learns_what_it_learns_alone(folder, both, name):
-    is_same(both / name, alone(folder, "alone_", name))
-
-
-# With no reference, and a teacher beside the rewards. The graphs are those of ADAPTERS.
+EXPERTS = {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}
+ON_EXPERTS = {"target_modules": ".*linear_proj|.*experts.*"}
+# A teacher beside the rewards. The second has what a run has by itself, and stands behind the first, which is smaller.
 TAUGHT = {
-    "still": {"seed": 1, "rl": {"reward_funcs": "several.py:is_always_one"}},
+    "still": {
+        **{"seed": 1, "lora_rank": 3},
+        "rl": {"seed": 1, "num_generations": 5, "reward_funcs": "several.py:is_always_one"},
+    },
     "moves": {"seed": 2, "learning_rate": 2.0e-2, "rl": {"seed": 2, "reward_funcs": "several.py:share_of_e"}},
 }
-OF_TAUGHT = {"teacher": "base", "structured_outputs": None, "beta": 0.0}
-STOP = {"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}
+OF_TAUGHT = {
+    **{**EXPERTS, "teacher": "base", "structured_outputs": None, "beta": 0.0},
+    "callbacks": [{"type": "EarlyStopping", "metric": "held_out_reward", "mode": "max", "patience": 1}],
+}
+
+
+def side_by_side(adapters=TAUGHT):
+    """The keys of a run with both adapters."""
+    return {"pet": {**ON_EXPERTS, "adapters": nodes(adapters)}, **OF_TAUGHT}
 
 
 @pytest.fixture(scope="module")
 def stopped(library, folder):
-    """The output folder of a run in which one adapter stops at step 4, and its keys."""
-    keys = {"pet": {"adapters": nodes(TAUGHT)}, "callbacks": [STOP], **OF_TAUGHT}
-    return run(folder, "stopped", **keys), keys
+    """The output folder of a run in which one adapter stops at step 4, and the calls of its reward."""
+    output = run(folder, "stopped", **side_by_side())
+    return output, (folder / "calls.txt").read_text(encoding="utf-8").split()
 
 
-def test_an_adapter_that_has_stopped_is_not_sampled_while_the_others_go_on(folder, stopped):
-    output, _ = stopped
+@pytest.fixture(scope="module")
+def alone(library, folder):
+    """The output folder of a run with the other adapter alone."""
+    return run_alone(folder, "alone", TAUGHT["moves"], ON_EXPERTS, **OF_TAUGHT)
+
+
+@shows("rl", "qwen3_moe")
+@shows("experts", "qwen3_moe")
+def test_routed_experts_are_sampled_as_they_train(alone):
+    history = read_history(str(alone))
+    assert 0 < history.series("agreement/max")[1].max() < 1e-4
+    assert 0 <= history.series("agreement/k2")[1].max() < 1e-10
+    learned = tiny_runs.state(alone / "lora_checkpoint" / "step_6")
+    assert any("experts" in name and np.abs(array).max() > 0 for name, array in learned.items() if "lora_B" in name)
+
+
+def test_an_adapter_that_has_stopped_is_not_sampled_while_the_others_go_on(stopped):
+    output, calls = stopped
     record = json.loads((output / "adapters.json").read_text(encoding="utf-8"))
     ended = {each["name"]: each["ended"]["step"] for each in record["adapters"] if each["ended"]}
     assert ended["still"] == 4 and "EarlyStopping" in json.dumps(read_history(str(output / "still")).events)
-    # Two steps of two prompts with seven answers each, and the held-out prompts, twice.
-    assert (folder / "calls.txt").read_text(encoding="utf-8").split() == ["14", "14", "4"] * 2
+    # Two steps of two prompts with five answers each, and the held-out prompts, twice.
+    assert calls == ["10", "10", "4"] * 2
 
 
-def test_the_others_learn_from_their_teacher_what_they_learn_alone(folder, stopped):
-    output, keys = stopped
-    own = dict(TAUGHT["moves"])
-    rl, rate = own.pop("rl"), own.pop("learning_rate")
-    by_itself = run(folder, "moves_alone", **{**keys, "pet": own, "rate": rate, **rl})
-    is_same(output / "moves", by_itself)
-    of_teacher = [read_history(str(each)).series("teacher/kl")[1] for each in (output / "moves", by_itself)]
-    assert len(of_teacher[0]) == STEPS and np.abs(of_teacher[0][1:]).min() > 0
-    np.testing.assert_allclose(*of_teacher, rtol=0, atol=1e-5)
+@shows("several", "qwen3_moe")
+def test_the_others_learn_what_they_learn_alone(stopped, alone):
+    output, _ = stopped
+    is_same(output / "moves", alone)
+    of_teacher = read_history(str(alone)).series("teacher/kl")[1]
+    assert len(of_teacher) == STEPS and np.abs(of_teacher[1:]).min() > 0
 
 
 def test_a_resumed_run_samples_and_learns_the_same(folder, stopped):
-    whole, keys = stopped
+    whole, _ = stopped
     shutil.copytree(whole, folder / "resumed")
     shutil.rmtree(folder / "resumed" / "moves" / "lora_checkpoint" / "step_6")
-    resumed = run(folder, "resumed", resume=True, **keys)
+    result, resumed = start(folder, "resumed", resume=True, **side_by_side())
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    # It takes all graphs from those that the first run has compiled.
+    assert "is not kept" not in result.stdout and "lacks this graph" not in result.stdout
+    assert result.stdout.count("was taken from") == 6
     for step in ("moves/lora_checkpoint/step_6", "still/lora_checkpoint/step_4"):
         tiny_runs.assert_same_state(*(output / step for output in (whole, resumed)))
 
 
-def test_the_adapters_are_compared_by_their_held_out_rewards(both):
-    (comparison,) = json.loads((both / "comparison.json").read_text(encoding="utf-8"))
+def test_the_adapters_are_compared_by_their_held_out_rewards(stopped):
+    output, _ = stopped
+    (comparison,) = json.loads((output / "comparison.json").read_text(encoding="utf-8"))
     assert comparison["measure"]["name"] == "held-out reward"
-    series = {name: read_history(str(both / name)).series("held_out_reward") for name in ADAPTERS}
+    series = {name: read_history(str(output / name)).series("held_out_reward") for name in TAUGHT}
     largest = {name: rewards.max() for name, (_, rewards) in series.items()}
     assert comparison["best"] == max(largest, key=largest.get)
     values = comparison["measure"]["values"]
@@ -169,24 +181,13 @@ def test_the_adapters_are_compared_by_their_held_out_rewards(both):
 
 
 def test_a_llama_s_adapter_does_so_on_a_base_in_four_bits(library, folder):
-    pet = {"quantize_base": "nf4", "adapters": nodes(ADAPTERS)}
+    """With a reference, which the first one lacks, and another algorithm."""
+    first = {"seed": 1, "rl": {"seed": 1, "beta": 0.0}}
+    second = {"seed": 2, "learning_rate": 2.0e-2, "rl": {"seed": 2, "algorithm": "rloo"}}
+    pet = {"quantize_base": "nf4", "adapters": nodes({"first": first, "second": second})}
     output = run(folder, "llama", model_type="llama", pet=pet)
-    own = {**ADAPTERS["second"], "quantize_base": "nf4"}
-    rl, rate = own.pop("rl"), own.pop("learning_rate")
-    is_same(output / "second", run(folder, "llama_alone", model_type="llama", pet=own, rate=rate, **rl))
-
-
-EXPERTS = {"model_type": "qwen3_moe", "model": {"moe_aux_loss_coeff": 0.0}}
-ON_EXPERTS = {"target_modules": ".*linear_.*|.*experts.*"}
-
-
-def test_an_adapter_does_so_on_experts(library, folder):
-    second = {**ADAPTERS["second"], "lora_rank": 3}
-    adapters = {**ADAPTERS, "second": {**second, "rl": {**second["rl"], "num_generations": 5}}}
-    output = run(folder, "experts", pet={**ON_EXPERTS, "adapters": nodes(adapters)}, **EXPERTS)
-    own = {**adapters["second"], **ON_EXPERTS}
-    rl, rate = own.pop("rl"), own.pop("learning_rate")
-    is_same(output / "second", run(folder, "experts_alone", pet=own, rate=rate, **EXPERTS, **rl))
+    by_itself = run_alone(folder, "llama_alone", second, {"quantize_base": "nf4"}, model_type="llama")
+    is_same(output / "second", by_itself)
 
 
 # Adapters that learn a teacher's distribution: one from completions of the data, one from answers of its teacher.
@@ -199,26 +200,6 @@ GENERALIZED = {
 }
 
 
-def learns_the_same_distribution(folder, output, name, keys, pet=()):
-    """Asserts that an adapter of GENERALIZED has learned in ``output`` what it learns alone."""
-    own = {**GENERALIZED[name], **dict(pet)}
-    rl, rate = own.pop("rl"), own.pop("learning_rate", None)
-    by_itself = run(folder, f"{output.name}_{name}", pet=own, rate=rate, **{**keys, **rl})
-    histories = [read_history(str(each)) for each in (output / name, by_itself)]
-    for series, count in {"loss": STEPS, "held_out_teacher/divergence": STEPS // 2}.items():
-        values = [history.series(series)[1] for history in histories]
-        assert len(values[0]) == count and values[0].all(), series
-        np.testing.assert_allclose(*values, rtol=0, atol=1e-6, err_msg=series)
-    are_same_adapters(output / name, by_itself)
-
-
-def test_an_adapter_does_so_with_the_whole_distribution_of_another(folder, both):
-    keys = {**OF_GKD, "teacher": str(both / "first" / "lora_checkpoint" / "step_6")}
-    output = run(folder, "generalized", pet={"adapters": nodes(GENERALIZED)}, **keys)
-    for name in GENERALIZED:
-        learns_the_same_distribution(folder, output, name, keys)
-
-
 @pytest.fixture(scope="module")
 def on_experts(mindformers, folder):
     """An adapter on linear cells and experts, with random values."""
@@ -229,26 +210,28 @@ def on_experts(mindformers, folder):
     return str(folder / "on_experts")
 
 
-@shows("several", "qwen3_moe")
-@shows("rl", "qwen3_moe")
-def test_an_adapter_does_so_with_the_whole_distribution_of_one_on_experts(library, folder, on_experts):
+def test_an_adapter_learns_the_whole_distribution_of_one_on_experts(library, folder, on_experts):
     keys = {**OF_GKD, **EXPERTS, "teacher": on_experts}
-    output = run(folder, "generalized_experts", pet={**ON_EXPERTS, "adapters": nodes(GENERALIZED)}, **keys)
-    learns_the_same_distribution(folder, output, "second", keys, ON_EXPERTS)
+    output = run(folder, "generalized", pet={**ON_EXPERTS, "adapters": nodes(GENERALIZED)}, **keys)
+    by_itself = run_alone(folder, "generalized_alone", GENERALIZED["second"], ON_EXPERTS, **keys)
+    histories = [read_history(str(each)) for each in (output / "second", by_itself)]
+    for series, count in {"loss": STEPS, "held_out_teacher/divergence": STEPS // 2}.items():
+        values = [history.series(series)[1] for history in histories]
+        assert len(values[0]) == count and values[0].all(), series
+        np.testing.assert_allclose(*values, rtol=0, atol=1e-6, err_msg=series)
+    are_same_adapters(output / "second", by_itself)
 
 
 @pytest.mark.parametrize(
     "rl, message",
     [
-        ({"reward_funcs": "several.py:forgets"}, "adapter second: .*forgets: it returned 1 rewards for 14 completions"),
-        ({"max_disagreement": 1e-9}, "adapter second: Sampler and trainer differ by .*"),
+        ({"reward_funcs": "several.py:forgets"}, "adapter moves: .*forgets: it returned 1 rewards for 14 completions"),
+        ({"max_disagreement": 1e-9}, "adapter moves: Sampler and trainer differ by .*"),
     ],
 )
 def test_what_fails_ends_the_run_with_one_error_that_names_the_adapter(library, folder, rl, message):
-    second = ADAPTERS["second"]
-    adapters = {**ADAPTERS, "second": {**second, "rl": {**second["rl"], **rl}}}
-    model = {"params_dtype": "bfloat16"}
-    result, _ = start(folder, "failed", model=model, pet={"adapters": nodes(adapters)})
+    moves = TAUGHT["moves"]
+    result, _ = start(folder, "failed", **side_by_side({**TAUGHT, "moves": {**moves, "rl": {**moves["rl"], **rl}}}))
     assert result.returncode == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("mindlora-run: error:")]
     assert len(lines) == 1 and re.search(message, lines[0]), result.stderr[-2000:]
