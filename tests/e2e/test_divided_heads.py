@@ -22,10 +22,7 @@ def runs(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "runs, name",
-    [
-        *((ALWAYS, name) for name in ALWAYS),
-        *(pytest.param(LONG, name, marks=pytest.mark.long) for name in LONG),
-    ],
+    [*((ALWAYS, name) for name in ALWAYS), *(pytest.param(LONG, name, marks=pytest.mark.long) for name in LONG)],
     ids=[*ALWAYS, *LONG],
     indirect=["runs"],
     scope="module",
