@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mindlora.training.report.history import read_history
-from tests.support import tiny_runs
+from tests.support import mcore_pynative_run, tiny_runs
 from tests.support.mcore_networks import tiny_config
 from tests.support.runs import files, succeeded
 from tests.support.what_runs import shows
@@ -53,7 +53,7 @@ def config(folder, adapters=None, **changes):
 
 @pytest.fixture(scope="module")
 def folder(library, tmp_path_factory):
-    """The output of a run with three adapters, and of runs with two of them alone."""
+    """The output of a run with three adapters, and of runs with two of them alone, which compile no graph."""
     folder = tmp_path_factory.mktemp("adapters")
     tiny_runs.write_data(folder / "train.mindrecord", 24)
     tiny_runs.write_data(folder / "short.mindrecord", 16, seed=5)
@@ -65,7 +65,7 @@ def folder(library, tmp_path_factory):
         alone = config(folder, **own)
         alone["lr_schedule"]["learning_rate"] = rate
         alone["train_dataset"]["data_loader"]["dataset_dir"] = str(folder / data)
-        succeeded(tiny_runs.launch(alone, folder / name))
+        succeeded(tiny_runs.launch(alone, folder / name, mcore_pynative_run.SCRIPT))
     return folder
 
 

@@ -44,7 +44,7 @@ INVOCATION, FIELD = [61, 5, 62], "alora_invocation_tokens"
 BEFORE, ROWS, PAD, NEW = 6, 64, 3, 6
 # 64 rows in batches of 2 times 4, four times over.
 LAST = "step_32"
-KEYS = {FIELD: INVOCATION, "target_modules": "all-linear", "lora_rank": 8, "lora_alpha": 32}
+KEYS = {FIELD: INVOCATION, "target_modules": ".*wq|.*w2", "lora_rank": 8, "lora_alpha": 32}
 
 
 def examples(rows, seed):

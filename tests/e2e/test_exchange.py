@@ -13,11 +13,13 @@ from tests.support.what_runs import shows
 
 STEPS, SAVED = 8, 4
 EXCHANGE = {"type": "quantized", "check_every": 3}
-# Runs mindlora-run several times in one process, which is mostly imports.
-SEVERAL = """
+# Runs mindlora-run twice in one process, which is mostly imports, and compiles the first run alone.
+TWICE = """
 import json, sys
 from mindlora.training.launch import launcher
-codes = [launcher.main(arguments) for arguments in json.loads(sys.argv[1])]
+from tests.support import mcore_pynative_run
+whole, resumed = json.loads(sys.argv[1])
+codes = [launcher.main(whole), mcore_pynative_run.main(resumed)]
 print("ended with", codes)
 sys.exit(any(codes))
 """
@@ -30,8 +32,8 @@ def runs(tmp_path_factory):
     write_rows(folder / "data.mindrecord", rows=2 * 4 * STEPS, step=5)
     saved = folder / "whole" / "lora_checkpoint"
     arguments = [launch(folder, "whole"), launch(folder, "resumed", resume=str(saved / f"step_{SAVED}"))]
-    (folder / "several.py").write_text(SEVERAL)
-    logs = run_ranks(2, folder, folder / "several.py", json.dumps(arguments))
+    (folder / "twice.py").write_text(TWICE)
+    logs = run_ranks(2, folder, folder / "twice.py", json.dumps(arguments))
     return folder, logs
 
 

@@ -25,11 +25,11 @@ from tests.support import semi_automatic, tiny_runs
 # A piece does not divide the tokens.
 STEPS, ROWS, PIECE = 4, 4, 40
 TRAINED = {"modules_to_save": ["lm_head"]}
-# What of the model is divided, and keys of pet_config.
+# What of the model is divided, and keys of pet_config. Only one model has an adapter in front of its last cell too.
 MODELS = {
-    "a frozen head": ({"vocab_emb_dp": False}, {}),
+    "a frozen head": ({"vocab_emb_dp": False}, {"target_modules": ".*wq|.*w2"}),
     "a head that trains": ({"vocab_emb_dp": False}, TRAINED),
-    "LoRA on the head": ({"vocab_emb_dp": False}, {"target_modules": ".*wq|.*lm_head"}),
+    "LoRA on the head": ({"vocab_emb_dp": False}, {"target_modules": ".*w2|.*lm_head"}),
     "a whole head": ({"vocab_emb_dp": True}, {}),
     "a whole head that trains": ({"vocab_emb_dp": True}, TRAINED),
 }
@@ -41,7 +41,7 @@ def llama(devices, divided, adapter):
     model = config.model.model_config
     model.update({**tiny_runs.MODEL, "pad_token_id": tiny_runs.PAD})
     model.parallel_config = TransformerOpParallelConfig(model_parallel=devices, **divided)
-    settings = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ".*wq|.*w2", **adapter}
+    settings = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ".*w2", **adapter}
     model.pet_config.update(settings)
     network = build_network(config.model)
     for number, parameter in enumerate(network.get_parameters()):

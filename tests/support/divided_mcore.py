@@ -33,13 +33,13 @@ from tests.support.moe_networks import QWEN3_MOE
 STEPS, SAVED, PIECE = divided_heads.STEPS, 2, divided_heads.PIECE
 PET = {"lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": "all-linear"}
 TRAINS = {"modules_to_save": ["lm_head"]}
-EXPERTS = {"target_modules": ["linear_qkv", "linear_proj"], "target_parameters": ["mlp.experts"]}
+EXPERTS = {"target_modules": ["linear_proj"], "target_parameters": ["mlp.experts"]}
 # Two processes begin this one with the adapter that one process has saved on its way.
 GOES_ON = "a Qwen3 whose head trains"
 # How it is divided, changes of its sizes, and keys of pet_config.
 MODELS = {
     GOES_ON: ("model_parallel", {}, TRAINS),
-    "a Qwen3 with LoRA on its head": ("model_parallel", {}, {"target_modules": ["linear_qkv", "output_layer"]}),
+    "a Qwen3 with LoRA on its head": ("model_parallel", {}, {"target_modules": ["linear_fc2", "output_layer"]}),
     "a Qwen3-MoE": ("expert_parallel", QWEN3_MOE, EXPERTS),
 }
 

@@ -79,7 +79,7 @@ FORMS = {
 HELD = tuple(form for form, (*_, quantization) in FORMS.items() if quantization and form != "gptq-order")
 
 
-def tensors_of(kind, form, seed=0, other=None):
+def tensors_of(kind, form, seed=0, other=None, layers=LAYERS):
     """Returns a model's tensors in a form, and in float; ``other`` is cell -> another form of it, None for float."""
     rng, stored = np.random.default_rng(seed), {}
 
@@ -89,7 +89,7 @@ def tensors_of(kind, form, seed=0, other=None):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         stored[name] = rng.normal(0, 0.2, (VOCAB, HIDDEN)).astype("f4")
     norms("model.norm")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         start = f"model.layers.{layer}."
         norms(f"{start}input_layernorm", f"{start}post_attention_layernorm")
         if kind == "qwen3":
@@ -100,7 +100,7 @@ def tensors_of(kind, form, seed=0, other=None):
                 {f"{start}self_attn.{cell}.bias": rng.normal(0, 0.5, n).astype("f4") for cell, n in biases.items()}
             )
     decoded = dict(stored)
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for cell, shape in SHAPES.items():
             path = f"model.layers.{layer}.{cell}"
             of_cell = (other or {}).get(cell, form)
@@ -115,10 +115,10 @@ def tensors_of(kind, form, seed=0, other=None):
     return stored, decoded
 
 
-def save_bases(folder, kind, form, **options):
+def save_bases(folder, kind, form, layers=LAYERS, **options):
     """Writes a model in a form, and the decoded one in float32; returns the paths and the decoded weights."""
-    stored, decoded = tensors_of(kind, form, **options)
-    config = {**CONFIG, **MODELS[kind]}
+    stored, decoded = tensors_of(kind, form, layers=layers, **options)
+    config = {**CONFIG, **MODELS[kind], "num_hidden_layers": layers}
     settings = FORMS[form][2]
     held = save_quantized(os.path.join(folder, form), form, stored, settings=settings, **config)
     return held, save_base(os.path.join(folder, "decoded"), decoded, **config), decoded

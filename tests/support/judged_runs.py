@@ -18,6 +18,7 @@ from mindlora.training.report.history import read_history
 from tests.conftest import in_mode
 from tests.support import tiny_runs
 from tests.support.mcore_networks import MAKE, SIZES, arrays, scaled, tiny_config
+from tests.support.mcore_pynative import mcore_in_pynative
 
 ROWS, EPOCHS = 32, 2
 STEPS = ROWS // tiny_runs.BATCH_SIZE * EPOCHS
@@ -34,31 +35,36 @@ class JudgedRuns:
     def __init__(self, model_type, folder):
         self.model_type, self.folder = model_type, folder
         self.base, self.data = folder / "base.safetensors", folder / "train.mindrecord"
-        tiny_runs.write_data(self.data, ROWS)
+        rows = tiny_runs.write_data(self.data, ROWS)
+        self.first_batch = [column[: tiny_runs.BATCH_SIZE] for column in rows]
         self.held_out = tiny_runs.write_data(folder / "held_out.mindrecord", 8, seed=1)
         with in_mode(ms.GRAPH_MODE):
             self.network = scaled(MAKE[model_type](pad_token_id=tiny_runs.PAD), 0.4).set_train(False)
         save_file(arrays(self.network), str(self.base))
 
-    def start(self, name, pet, base=None, resume=False):
+    def start(self, name, pet, base=None, holds_out=False, resume=False):
         """Trains an adapter; returns its output folder, adapter, history and standard output.
 
         Args:
             name (str): Of the output folder.
             pet (dict): pet_config, without pet_type.
             base (Path): Default: the base in float.
+            holds_out (bool): Whether the loss of held-out rows, a graph of its own, and the adapter are watched.
             resume (bool or str): LoraCheckpoint's.
         """
         held_out = str(self.folder / "held_out.mindrecord")
-        callbacks = [
+        watching = [
             {"type": "HeldOutLoss", "dataset_dir": held_out, "every_steps": STEPS // 2, "batch_size": 8},
             {"type": "AdapterHealth", "every_steps": STEPS // 2},
-            {"type": "LoraCheckpoint", "save_steps": STEPS // 2, "keep_last": 2, "resume": resume},
         ]
+        saving = {"type": "LoraCheckpoint", "save_steps": STEPS // 2, "keep_last": 2, "resume": resume}
+        callbacks = [*watching, saving] if holds_out else [saving]
         base = str(base or self.base)
         config = tiny_config(str(self.data), EPOCHS, callbacks, pet, self.model_type, load_checkpoint=base)
         config["load_ckpt_format"] = "safetensors"
         config["lr_schedule"]["learning_rate"] = 2e-2
+        # Else both epochs begin with the same rows.
+        config["train_dataset"]["data_loader"]["shuffle"] = holds_out
         output = self.folder / name
         process = tiny_runs.launch(config, output)
         assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
@@ -99,15 +105,15 @@ class JudgedRuns:
         merge_checkpoint(str(base or self.base), str(adapter), str(output), **options)
         return output
 
-    def loss(self, weights=None):
-        """Returns the mean cross entropy of the held-out labels that count, from the logits of a file of weights."""
+    def loss(self, rows, weights=None):
+        """Returns the mean cross entropy of the labels that count in rows, from the logits of a file of weights."""
         parameters = {parameter.name: parameter for parameter in self.network.get_parameters()}
         stored = load_file(weights or self.base)
         assert stored.keys() == parameters.keys()
         for name, array in stored.items():
             parameters[name].set_data(Tensor(array))
-        ids, labels = self.held_out
-        with in_mode(ms.GRAPH_MODE):
+        ids, labels = rows
+        with mcore_in_pynative():
             logits = self.network(Tensor(ids[:, :-1])).asnumpy().astype(np.float64)
         logits = logits.reshape(*ids[:, 1:].shape, -1)
         log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
