@@ -1,6 +1,6 @@
-"""TBB's allocator, for processes that compile graphs: MindSpore needs a quarter less time there than with the C library's.
+"""TBB's allocator, for processes that compile graphs: MindSpore needs a quarter less time than with the C library's.
 
-pip has it for x86-64 alone. Elsewhere, and where something else is preloaded, processes keep the allocator that they have.
+pip has it for x86-64 alone. Elsewhere, and where something else is preloaded, processes keep the allocator they have.
 """
 
 import os
