@@ -47,13 +47,13 @@ def batches():
     return tokens
 
 
-def make_network(recompute=False, tokens=INVOCATION, **keys):
+def make_network(recompute=False, targets="all-linear", **keys):
     parallel = transformer.TransformerOpParallelConfig(recompute=transformer.TransformerRecomputeConfig(recompute))
     network = LlamaForCausalLM(LlamaConfig(**{**LLAMA, **keys}, parallel_config=parallel))
     rng = np.random.default_rng(3)
     for parameter in network.get_parameters():
         parameter.set_data(Tensor(rng.normal(0, 0.1, parameter.shape).astype(np.float32)))
-    apply_lora(network, LoraConfig(lora_rank=4, target_modules=".*wq|.*w2", alora_invocation_tokens=tokens))
+    apply_lora(network, LoraConfig(lora_rank=4, target_modules=targets, alora_invocation_tokens=INVOCATION))
     freeze_base(network)
     for parameter in network.trainable_params():
         parameter.set_data(Tensor(rng.normal(0, 0.1, parameter.shape).astype(np.float32)))
@@ -63,7 +63,7 @@ def make_network(recompute=False, tokens=INVOCATION, **keys):
 
 def trained(micro_batches, recompute=False):
     """Returns the losses of a run and its adapter, in one list of arrays."""
-    network = make_network(recompute)
+    network = make_network(recompute, ".*wq|.*w2")
     step = LoraTrainOneStepCell(network, AdamW(network.trainable_params(), 1e-2), micro_batches=micro_batches)
     step.set_train()
     losses = [float(step(Tensor(tokens), Tensor(tokens))[0].asnumpy()) for tokens in batches()]
