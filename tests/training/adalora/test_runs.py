@@ -77,7 +77,6 @@ def test_ranks_can_be_suggested_from_it(one):
     assert (suggestion.before, len(suggestion.groups)) == (6, 3) and 3 <= suggestion.spent <= 6
 
 
-@shows("adalora", "llama")
 def test_its_adapter_is_a_plain_lora_of_these_ranks(one, make_llama):
     folder = str(one / "lora_checkpoint" / "step_10")
     adapter = adapter_files.read(folder)

@@ -38,10 +38,10 @@ def run(tmp_path_factory):
 def pissa(run):
     """A run initialized by PiSSA, and one that was resumed in the middle of it."""
     checkpoint = {"type": "LoraCheckpoint", "save_steps": 8, "keep_last": 99}
-    process, uninterrupted = run("uninterrupted", {"lora_init": "pissa"}, [checkpoint], mode=1)
+    process, uninterrupted = run("uninterrupted", {"lora_init": "pissa"}, [checkpoint])
     assert process.returncode == 0, process.stderr[-2000:]
     middle = str(uninterrupted / "lora_checkpoint" / "step_16")
-    resumed_process, resumed = run("resumed", {"lora_init": "pissa"}, [{**checkpoint, "resume": middle}], mode=1)
+    resumed_process, resumed = run("resumed", {"lora_init": "pissa"}, [{**checkpoint, "resume": middle}])
     assert resumed_process.returncode == 0, resumed_process.stderr[-2000:]
     return types.SimpleNamespace(
         process=process, uninterrupted=uninterrupted, resumed_process=resumed_process, resumed=resumed

@@ -66,8 +66,8 @@ def adapted():
 # What makes a whole model, and the mode that computes its gradients; None is the DeepSeek-V3 with adapters.
 MODELS = [
     pytest.param(tiny_deepseek_v3, 0, id="deepseek_v3", marks=shows("whole", "deepseek_v3")),
-    pytest.param(tiny_qwen3_moe, 1, id="qwen3_moe", marks=shows("whole", "qwen3_moe")),
-    pytest.param(tiny_qwen3_moe, 0, id="qwen3_moe, graph", marks=pytest.mark.long),
+    pytest.param(tiny_qwen3_moe, 1, id="qwen3_moe"),
+    pytest.param(tiny_qwen3_moe, 0, id="qwen3_moe, graph", marks=[shows("whole", "qwen3_moe"), pytest.mark.long]),
     pytest.param(None, 1, id="adapters"),
 ]
 

@@ -127,6 +127,7 @@ def log_probabilities(network, ids, answers):
 
 
 @pytest.mark.long
+@shows("preference", "deepseek_v3")
 def test_losses_on_routed_experts_are_those_of_the_logits_in_graph_mode(mindformers, graph_mode):
     """Before a release alone: a Qwen3-MoE learns preferences in a graph in tests/e2e."""
     loss, batch, expected = loss_on_experts("deepseek_v3", "dpo")
@@ -135,12 +136,7 @@ def test_losses_on_routed_experts_are_those_of_the_logits_in_graph_mode(mindform
 
 @pytest.mark.parametrize(
     "model, name",
-    [
-        pytest.param("deepseek_v3", "dpo", marks=shows("preference", "deepseek_v3")),
-        ("deepseek_v3", "orpo"),
-        ("qwen3_moe", "dpo"),
-        ("qwen3_moe", "orpo"),
-    ],
+    [("deepseek_v3", "dpo"), ("deepseek_v3", "orpo"), ("qwen3_moe", "dpo"), ("qwen3_moe", "orpo")],
 )
 def test_losses_on_routed_experts_are_those_of_the_logits(model, name, mindformers):
     loss, batch, expected = loss_on_experts(model, name)

@@ -22,7 +22,6 @@ def runs(tmp_path_factory):
     found = {}
     for ratio in (None, RATIO):
         config = tiny_runs.tiny_config(folder / "rows.mindrecord", 1, [{"type": "LoraCheckpoint", "save_steps": 1}])
-        config["context"]["mode"] = 1
         pet = config["model"]["model_config"]["pet_config"]
         # With B not zero, both A and B move in the first step.
         pet["lora_b_init"] = "ones"
