@@ -110,8 +110,6 @@ setup(
             LM_EVAL,
             *("fastapi>=0.110", "httpx", "jsonschema", "llguidance>=1.3", "openai"),
             *("prometheus_client>=0.20", "pydantic>=2.5", "selenium>=4.20", "uvicorn>=0.29"),
-            # An allocator with which MindSpore compiles faster.
-            "tbb; platform_machine == 'x86_64' and sys_platform == 'linux'",
         ],
     },
     entry_points={

@@ -44,9 +44,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.support import allocator, forked, what_runs  # noqa: E402
-
-allocator.keep_to_this_process()
+from tests.support import forked, what_runs  # noqa: E402
 
 # Folders whose files share what takes long to make: PEFT's answers, a server, kernels compiled for the model.
 # With several processes (pytest -n 2) all of such a folder runs in one of them.
@@ -124,12 +122,6 @@ def pytest_xdist_make_scheduler(config, log):
             return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
 
     return ByFile(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config, specs):
-    """Starts the processes of pytest-xdist, which take this one's environment, with the allocator."""
-    os.environ.update(allocator.with_allocator(os.environ))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -69,9 +69,6 @@ def run(arguments, folder, environment, trainer="graph", timeout=TIMEOUT, typed=
 
 def _running_server(trainer, environment):
     """Returns the process that forks, which begins with the first call and ends with this process."""
-    # Run as a program, this file finds no tests.
-    from tests.support import allocator
-
     key = (trainer, *map(environment.get, OF_THE_LOADER))
     if key not in _servers:
         folder = tempfile.mkdtemp(prefix="mindlora-test-forked-")
@@ -79,7 +76,6 @@ def _running_server(trainer, environment):
         command = [sys.executable, os.path.abspath(__file__), trainer]
         pipe = subprocess.PIPE
         variables = {**given, "OM_MODULES_CACHE": os.path.join(folder, "modules")}
-        variables = allocator.with_allocator(variables)
         server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder, env=variables)
         atexit.register(server.communicate)
         _servers[key] = server
