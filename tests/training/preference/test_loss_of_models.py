@@ -135,8 +135,7 @@ def test_losses_on_routed_experts_are_those_of_the_logits_in_graph_mode(mindform
 
 
 @pytest.mark.parametrize(
-    "model, name",
-    [("deepseek_v3", "dpo"), ("deepseek_v3", "orpo"), ("qwen3_moe", "dpo"), ("qwen3_moe", "orpo")],
+    "model, name", [("deepseek_v3", "dpo"), ("deepseek_v3", "orpo"), ("qwen3_moe", "dpo"), ("qwen3_moe", "orpo")]
 )
 def test_losses_on_routed_experts_are_those_of_the_logits(model, name, mindformers):
     loss, batch, expected = loss_on_experts(model, name)
