@@ -51,7 +51,7 @@ _BOOKKEEPING = {
     # The name of the cell in messages, and the children and parameters again.
     *("_scope", "_params_list", "_primitives"),
 }
-# A class lists here attributes that no graph reads: keys do not depend on them.
+# A class lists here attributes that no graph reads, beside those of its bases: keys do not depend on them.
 UNREAD = "UNREAD_BY_GRAPHS"
 # MindFormers notes in a model's configuration which data a run trains on, and the settings of its adapters. What these
 # make of the model is in the key cell by cell; seeds, rates, names and paths are in no graph.
@@ -391,9 +391,9 @@ class _Walk:
             raise NoKeyError(f"{where} is a {_name(kind)}, whose content cannot be seen")
         self._token("object", _name(kind))
         self.add(kind, where)
-        unread = getattr(kind, UNREAD, ())
+        unread = {name for base in kind.__mro__ for name in vars(base).get(UNREAD, ())}
         if any(base.__name__ in _CONFIGURATIONS for base in kind.__mro__):
-            unread = _NOTED
+            unread.update(_NOTED)
         attributes = {name: item for name, item in vars(value).items() if name not in unread}
         if isinstance(value, nn.Cell):
             # Lazy attributes are None until they are read, and empty then.

@@ -299,10 +299,11 @@ def test_what_changes_while_it_trains_and_no_graph_reads_changes_no_key():
     assert key(Rates(0.5)) == key(Rates(0.25))
 
 
-def test_settings_of_an_adapter_that_no_graph_reads_change_no_key():
+@pytest.mark.parametrize("use_dora", [False, True], ids=["LoRA", "DoRA"])
+def test_settings_of_an_adapter_that_no_graph_reads_change_no_key(use_dora):
     def of(**settings):
         model = TinyModel(num_layers=1)
-        apply_lora(model, PetLoraConfig(lora_rank=2, target_modules=["wq"], **settings))
+        apply_lora(model, PetLoraConfig(lora_rank=2, target_modules=["wq"], use_dora=use_dora, **settings))
         return key(model)
 
     assert of() == of(seed=3, base_model_name_or_path="someone/a-base") != of(lora_alpha=9)

@@ -1,6 +1,6 @@
 """mindlora-run whose steps are computed in PyNative, of mcore models too: for runs that others are compared with.
 
-All cells, and the optimizer, are those that graph mode gets. Nothing is compiled; a step takes a third of a second.
+All cells, and the optimizer, are those that graph mode gets. No step is compiled.
 """
 
 from unittest import mock

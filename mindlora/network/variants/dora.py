@@ -58,7 +58,7 @@ class DoRADense(LoRADense):
     # The magnitude's initial values, and rows of their W. None before, and after a magnitude is loaded.
     _initial = None
     # A resumed run takes the graph that the run from the start has kept.
-    UNREAD_BY_GRAPHS = (*LoRADense.UNREAD_BY_GRAPHS, "_initial")
+    UNREAD_BY_GRAPHS = ("_initial",)
 
     variant = DORA
     not_fused = "DoRA scales what the fused operators add to y"

@@ -223,6 +223,7 @@ class _WithAdapters(MindloraModel):
         stack (AdapterStack): The adapters, by number in the order of pet_config.adapters.
     """
 
+    # What it holds are settings of adapters and cells, and the cells are in the network.
     UNREAD_BY_GRAPHS = ("stack",)
 
     def add_adapter(self, base_model: nn.Cell) -> nn.Cell:
